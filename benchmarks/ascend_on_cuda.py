@@ -1,9 +1,9 @@
-"""How fast is the kernel for Ascend NPUs on a GPU, compiled by upstream Triton, beside the cuda backend?
+"""How fast is the kernel for Ascend NPUs on a GPU, compiled by upstream Triton, compared with the cuda backend?
 
 python benchmarks/ascend_on_cuda.py
 
-It says nothing about an NPU. It shows what the source is worth where it can be run: the same kernel, in tiles that suit
-the GPU. tests/ascend/test_on_device.py runs the list of cases on it.
+It says nothing about an NPU. It measures the same kernel where it can run, in tiles that suit the GPU.
+tests/ascend/test_on_device.py runs the list of cases on it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/ascend_plan.py
 
-The simulator's constants come from published cycle counts of single stages. Its predictions of whole kernels stand
-beside published latencies, on which nothing was fitted. Everything else is what no Ascend device has run.
+The simulator's constants come from published cycle counts of single stages. Its predictions of whole kernels are
+compared with published latencies, to which nothing was fitted. Everything else has not run on an Ascend device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 CHIP = published.MEASURED_CHIP
 HARDWARE_HANDOVER = 1000  # cycles: the other published figure of a synchronization, fitted to hardware
 DRAWN_MICROSECONDS, DRAWN_TILES = 14.0, 12
-NHEADS = 32  # of the problems that fill every core
+NHEADS = 32  # heads of the problems that fill every core
 
 Record = dict[str, Any]
 
@@ -77,7 +77,7 @@ def many_heads(
 
 
 def calibration() -> list[Record]:
-    """Stages by themselves, beside the published cycle counts."""
+    """Single stages, compared with the published cycle counts."""
     simulated, errors = published.simulated_stages(), published.residuals()
     return [
         {"stage": stage, "published_cycles": cycles, "predicted_cycles": simulated[stage], "error": errors[stage]}
@@ -86,7 +86,7 @@ def calibration() -> list[Record]:
 
 
 def validation() -> list[Record]:
-    """Whole kernels, beside the published latencies."""
+    """Whole kernels, compared with the published latencies."""
     return [
         {
             "seqlen": one.seqlen,
@@ -116,7 +116,7 @@ def few_cores() -> list[Record]:
 
 
 def not_judged() -> list[Record]:
-    """What else was published, of an A3; and the validation by models that each leave out one thing."""
+    """Other published figures, of an A3; and the validation of models that each leave out one effect."""
     records = []
     for name, (seqlen, measured) in itertools.product(published.A3_DIES, published.A3.items()):
         call, costs = published.of_a3(seqlen), published.MEASURED_COSTS
@@ -142,7 +142,7 @@ def _compared(predicted: float, measured: float) -> Record:
 
 
 def gains(workload: SimulatedCall) -> Record:
-    """What each strategy gains, and why two-level tiling does, with the tiles that are chosen."""
+    """The gain of each strategy, and the causes of that of two-level tiling, with the chosen tiles."""
     tiling = tiling_for(workload, CHIP)
     steps = ablation(workload, tiling, CHIP)
     return {
@@ -166,7 +166,7 @@ def gains(workload: SimulatedCall) -> Record:
 
 
 def sensitivity() -> list[Record]:
-    """Two-level over unified tiling if something were otherwise, one head of 8K and 32K."""
+    """The gain of two-level over unified tiling under changed assumptions, for one head of 8K and 32K."""
     found = []
     for seqlen in (8192, 32768):
         workload = published.single_head(seqlen)
@@ -200,7 +200,7 @@ def sensitivity() -> list[Record]:
 
 
 def standard(seqlen: int, causal: bool) -> Record:
-    """Attention that stores its scores, beside ours."""
+    """Attention that stores its scores, compared with ours."""
     workload = many_heads(seqlen, causal)
     ours = predict(workload, tiling_for(workload, CHIP), CHIP).seconds
     record: Record = {"seqlen": seqlen, "causal": causal, "predicted_ours_us": ours * 1e6}
@@ -222,7 +222,7 @@ def mask(seqlen: int) -> Record:
 def best() -> Iterator[Record]:
     """The fastest plan of every chip, head dimension and dtype at 32K.
 
-    And on a 910B2 what a kernel written by hand would reach, which leaves a compiler no room, and with float16 scores.
+    On a 910B2 also a kernel written by hand, which needs no room for a compiler, and one with float16 scores.
     """
     for chip in CHIPS.values():
         for headdim in (64, 128, 256):

@@ -1,9 +1,9 @@
-"""How fast are the gradients of a whole prompt, beside torch's?
+"""How fast are the gradients of a whole prompt, compared with torch's?
 
     python benchmarks/backward.py
 
 2048 tokens of hidden size 2048, in heads of 64 and of 128, in every dtype; and one head of 8192 tokens, which torch
-gives to one thread.
+computes on one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A decoder of random weights with as little overhead as torch allows: what a token costs beside its cache.
+"""A decoder of random weights with as little overhead as torch allows, to time a token apart from its cache.
 
 On a GPU everything between two attentions is one CUDA graph.
 """
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fastattention.offload.model_shape import ModelShape
 
-# Layer, queries, new keys and values, each (batch_size, 1, heads, headdim), to the result in the shape of the queries.
+# A function of layer, queries, new keys and values, each (batch_size, 1, heads, headdim). The result has the shape of
+# the queries.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Weights(NamedTuple):
-    """Of a layer."""
+    """Weights of a layer."""
 
     qkv: Tensor
     out: Tensor
@@ -36,7 +37,7 @@ class BareDecoder:
         self._layers = [self._random_weights() for _ in range(shape.num_layers)]
         self._logits = self._random(shape.vocab_size, shape.hidden_size)
         self._angle = self._random(shape.headdim // 2)
-        self.hidden = self._random(batch_size, 1, shape.hidden_size)  # of the newest tokens; changed by every step
+        self.hidden = self._random(batch_size, 1, shape.hidden_size)  # of the newest tokens; every step changes it
         self._attended = self._random(batch_size, 1, shape.nheads, shape.headdim)
         self._qkv = [
             self._random(batch_size, 1, n, shape.headdim) for n in (shape.nheads, shape.nheads_k, shape.nheads_k)
@@ -48,7 +49,7 @@ class BareDecoder:
         self._segments = _captured(segments) if device.type == "cuda" else segments
 
     def step(self, attend: Attend) -> Tensor:
-        """One token for every sequence: the likeliest next ones."""
+        """Decodes one token for every sequence, the likeliest."""
         self._segments[0]()
         for layer in range(self.shape.num_layers):
             self._attended.copy_(attend(layer, *self._qkv))
@@ -56,7 +57,7 @@ class BareDecoder:
         return self._likeliest
 
     def _between(self, layer: int) -> None:
-        """The rest of the layer before, then all of `layer` that comes before its attention."""
+        """Computes the rest of the layer before, then all of `layer` before its attention."""
         hidden = self.hidden
         if layer:
             weights = self._layers[layer - 1]
@@ -96,7 +97,7 @@ class BareDecoder:
 
 
 def _captured(segments: list[Callable[[], None]]) -> list[Callable[[], None]]:
-    """Each of them as a CUDA graph. On one stream: cuBLAS keeps 32 MiB for every stream that it has seen."""
+    """Each segment as a CUDA graph. All are on one stream: cuBLAS keeps 32 MiB for every stream that it has seen."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     graphs = []

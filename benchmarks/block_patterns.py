@@ -1,16 +1,17 @@
-"""What do block patterns keep of the attention, and what do they lose?
+"""How much of the attention do block patterns keep, and what do they lose?
 
     python benchmarks/block_patterns.py
 
-Patterns are those of fastattention/sparse.py, with blocks of 64 and of 128 tokens. Nothing is timed here.
+The patterns of fastattention/sparse.py, with blocks of 64 and of 128 tokens. Nothing is timed here.
 
-Text: the demo model reads a source file that it has not seen. Density and recall are those of the queries and keys of
-the dense model, over all layers and heads. Bits per byte are those of a model with the mask in every layer.
+Text: the demo model reads a source file that it has not seen. Density and recall are measured on queries and keys of
+the dense model, over all layers and heads. Bits per byte are measured on a model with the mask in every layer.
 
 Identifiers: a name of 12 random letters is defined in that text, and used at the end. The model has seen the first
 three letters of the use. Measured are the bits of each of the other nine, and how many of them it would guess.
 
-Needles: made numbers, where the right answer is known. Queries and keys are normal, plus a vector that both share and
+Needles: synthetic tensors, for which the right answer is known. Queries and keys are normal, plus a vector that both
+share and
 that changes slowly: scores of near tokens are about LOCAL higher, as in language models. A needle is a run of equal
 keys that point in a direction of their own, and have one random value. The queries that look for it have that direction
 too, so strongly that the needle gets nearly all of their softmax: the right answer is the needle's value. Each needle
@@ -44,12 +45,12 @@ RESULTS = Path(__file__).parent / "results"
 MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
 TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 BLOCKS = (64, 128)
-LETTERS, GIVEN = 12, 3  # of an identifier, and of its second use
+LETTERS, GIVEN = 12, 3  # letters of an identifier, and those that its second use gives
 DISTANCES = (768, 1536)  # bytes from the definition to the use; 0 to 127 are added
 READ, MORE = 3072, 1024  # tokens of a text with an identifier: READ and fewer than MORE, so that blocks begin anywhere
 HEADS, HEADDIM = 4, 128
-LOCAL, DECAY = 8.0, 128  # what is added to the score of a near token; it falls to 1/e in so many tokens
-# What a needle adds to the logarithm of the softmax's sum. Noise and near tokens have 14 to 15 of 16384 tokens.
+LOCAL, DECAY = 8.0, 128  # added to the score of a near token; falls to 1/e within DECAY tokens
+# A needle adds this to the logarithm of the softmax's sum. Noise and near tokens have 14 to 15 of 16384 tokens.
 MATCH = 19.0
 BANDS = {"start": 0.0, "middle": 0.45, "end": 0.9}  # each a tenth of the context before the queries that look
 PER_BAND, LOOKING = 2, 128  # needles in a band, queries for each needle
@@ -59,7 +60,7 @@ class Pattern(NamedTuple):
     """One setting of a pattern."""
 
     name: str
-    choose: Callable[[Tensor, Tensor, int], Tensor]  # of q, k, block size: the block mask
+    choose: Callable[[Tensor, Tensor, int], Tensor]  # (q, k, block size) -> block mask
 
 
 class Needles(NamedTuple):
@@ -67,7 +68,7 @@ class Needles(NamedTuple):
 
     name: str
     width: int  # equal keys next to each other
-    looking: int  # of LOOKING queries
+    looking: int  # how many of LOOKING queries look for it
 
 
 KINDS = (
@@ -193,14 +194,15 @@ def text_figures(reader: Reader, tokens: int) -> dict[str, Any]:
 
 
 def causal_density(mask: Tensor, seqlen: int, block: int) -> float:
-    """The density of a mask of seqlen queries and keys, of the blocks that a causal mask shows."""
+    """The density of a mask of seqlen queries and keys, among the blocks that a causal mask shows."""
     return density(mask, seqlen_q=seqlen, seqlen_k=seqlen, causal=True, block_size=block)
 
 
 def block_shares(q: Tensor, k: Tensor) -> Tensor:
-    """What each block of BLOCKS[0] has of the softmax, summed over its queries: (nheads, rows, columns).
+    """The share of each block of BLOCKS[0] in the softmax, summed over its queries: (nheads, rows, columns).
 
-    `fastattention.sparse.recall` is the sum over kept blocks, by the number of queries. Here many masks share it.
+    `fastattention.sparse.recall` is the sum over kept blocks divided by the number of queries. Many masks share these
+    sums here.
     """
     block, seqlen = BLOCKS[0], q.shape[1]
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)[0].movedim(1, 0)
@@ -239,7 +241,7 @@ def identifier_figures(reader: Reader, count: int) -> dict[str, Any]:
 
 
 def identifier_texts(distance: int, count: int, defined: bool) -> list[Tensor]:
-    """(1, READ and more) tokens that end in the use of an identifier; without a definition another one is defined."""
+    """(1, READ and more) tokens that end in the use of an identifier; unless defined, the text defines another one."""
     numbers, text, texts = random.Random(0), TEXT.read_bytes(), []
     for _ in range(count):
         name, other = ("".join(numbers.choices("abcdefghijklmnopqrstuvwxyz", k=LETTERS)) for _ in range(2))
@@ -254,7 +256,7 @@ def identifier_texts(distance: int, count: int, defined: bool) -> list[Tensor]:
 
 
 class MadeNumbers(NamedTuple):
-    """q, k, v (1, seqlen, HEADS, HEADDIM); for each needle in order of depth, its band and, by head, its first key."""
+    """q, k, v (1, seqlen, HEADS, HEADDIM); for each needle, in order of depth, its band and its first key by head."""
 
     q: Tensor
     k: Tensor
@@ -271,7 +273,7 @@ def made_numbers(seqlen: int, kind: Needles, seed: int) -> MadeNumbers:
     q, k = q + shared, k + shared
     bands = [band for band in BANDS for _ in range(PER_BAND)]
     context = seqlen - len(bands) * LOOKING
-    room = context // 10 // PER_BAND  # each needle lies in a stretch of its own
+    room = context // 10 // PER_BAND  # each needle is in a part of its own
     strength = MATCH - math.log(kind.width)
     first_keys = torch.zeros(len(bands), HEADS, dtype=torch.int64)
     for needle, band in enumerate(bands):

@@ -4,10 +4,10 @@
     python benchmarks/block_sparse.py --device cuda
 
 Random masks of 128 x 128 blocks, another one for each head, the diagonal always kept. They take turns with the dense
-call, with a mask that keeps nothing, and with torch's compiled FlexAttention on the same blocks. What the mask that
-keeps nothing takes is the rest of a call: inputs are read and, on a CPU, keys and values are packed; results are
-written. On a GPU a turn is several calls in a row, so that they are enqueued while others run. Also measured: what a
-mask adds to the Python side of a call, and what reading a BlockMask takes.
+call, with a mask that keeps nothing, and with torch's compiled FlexAttention on the same blocks. The time with the mask
+that keeps nothing is the rest of a call: inputs are read and, on a CPU, keys and values are packed; results are
+written. On a GPU a turn is several calls in a row, so that they are enqueued while others run. It also measures the
+host time that a mask adds to a call, and that of reading a BlockMask.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(
     seconds: float = 60.0,
     output: Path = RESULTS,
 ) -> None:
-    """Write block_sparse_cpu.json or block_sparse_gpu.json into `output`. seconds: about so many a dtype, on a CPU."""
+    """Write block_sparse_cpu.json or block_sparse_gpu.json into `output`. seconds: about, for each dtype on a CPU."""
     torch.set_num_threads(get_num_threads())
     records = [measure(device, seqlen, nheads, dtype, seconds) for dtype in dtypes.split(",")]
     show(records)
@@ -81,7 +81,7 @@ def measure(device: str, seqlen: int, nheads: int, dtype: str, seconds: float) -
 
 
 def median_seconds(calls: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
-    """Of a call, all of them in turns."""
+    """Median seconds of each call, timed in turns."""
     if device != "cpu":
         return interleaved_on_device(calls, GPU_ROUNDS)
     for call in calls.values():
@@ -90,7 +90,7 @@ def median_seconds(calls: dict[str, Callable[[], object]], device: str, seconds:
 
 
 def random_mask(seqlen: int, nheads: int, density: float, generator: torch.Generator) -> Tensor:
-    """Bool (1, nheads, rows, columns): about that share of blocks, and the diagonal."""
+    """Bool (1, nheads, rows, columns): about `density` of all blocks, and the diagonal."""
     blocks = seqlen // BLOCK
     shape = (1, nheads, blocks, blocks)
     kept = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32) < density
@@ -122,7 +122,7 @@ def blocks_of_torch(mask: Tensor, seqlen: int) -> BlockMask:
 
 
 def mask_seconds(device: str, seqlen: int, nheads: int) -> dict[str, float]:
-    """What a mask adds to the Python side of a call, and what reading a causal BlockMask takes, once and later."""
+    """Host time that a mask adds to a call, and that of reading a causal BlockMask, the first time and later."""
     q = torch.randn(1, seqlen, nheads, HEADDIM, device=device, dtype=torch.float32).bfloat16()
     mask = random_mask(seqlen, nheads, 0.1, torch.Generator(device).manual_seed(0))
     short, one = q[:, :64], mask[:, :, :1, :1]
@@ -148,7 +148,7 @@ def mask_seconds(device: str, seqlen: int, nheads: int) -> dict[str, float]:
 
 
 def show(records: list[dict[str, Any]]) -> None:
-    """Milliseconds, and times over density x dense."""
+    """Prints milliseconds, and times relative to density x dense."""
     table = Table("dtype", "density", "ours", "over density x dense", "FlexAttention", "FlexAttention / ours")
     for record in records:
         seconds = record["seconds"]

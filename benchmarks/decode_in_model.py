@@ -3,9 +3,9 @@
     python benchmarks/decode_in_model.py
 
 Transformers' own Llama of the shape of Llama 3.2 1B, with random weights and a random cache that grows as generate's
-does (a DynamicCache). By torch's attention and by ours; by ours also without the threads of torch, on workers alone
+does (a DynamicCache). It runs torch's attention and ours; ours also without the threads of torch, on workers alone
 (docs/internals/architecture.md, "Threads"). All take turns of a few tokens, torch's attention twice in each round: the
-ratio of its two medians is the noise. Attention's share of a token is measured in turns of its own, between them.
+ratio of its two medians is the noise. Attention's share of a token is measured in separate turns between them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ ATTENTIONS = {
     OURS: (NAME, find_openmp),
     AGAIN: (SDPA, find_openmp),
     WORKERS: (NAME, OpenMp),
-}  # the implementation of Transformers, and whose threads compute ours
+}  # the implementation of Transformers, and the threads that compute ours
 
 
 def random_cache(model: Any, keys: int, dtype: torch.dtype) -> DynamicCache:
-    """As a prompt of so many tokens would leave it."""
+    """A cache as after a prompt of `keys` tokens."""
     cache = DynamicCache(config=model.config)
     for layer in range(SHAPE.num_layers):
         k, v = (torch.randn(1, SHAPE.nheads_k, keys, SHAPE.headdim).to(dtype) for _ in range(2))
@@ -59,7 +59,7 @@ def random_cache(model: Any, keys: int, dtype: torch.dtype) -> DynamicCache:
 
 
 def turn(model: Any, cache: Any, tokens: int) -> float:
-    """Seconds of a token, of several in a row; the cache is as before then."""
+    """Seconds of a token, among several in a row. The cache is restored afterwards."""
     token, before = torch.zeros(1, 1, dtype=torch.int64), [(layer.keys, layer.values) for layer in cache.layers]
     start = time.perf_counter()
     for _ in range(tokens):
@@ -90,7 +90,7 @@ def measure(model: Any, keys: int, dtype: torch.dtype, rounds: int, tokens: int)
 
 @contextmanager
 def timed(implementation: str) -> Iterator[list[float]]:
-    """The seconds of every call of a registered attention function are collected."""
+    """Collects the seconds of every call of a registered attention function."""
     function, seconds = ALL_ATTENTION_FUNCTIONS[implementation], []
 
     def call(*args: Any, **options: Any) -> Any:
@@ -107,7 +107,7 @@ def timed(implementation: str) -> Iterator[list[float]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """As a table."""
+    """Prints a table."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("dtype, keys", *ATTENTIONS):
         table.add_column(heading, justify="left" if heading == "dtype, keys" else "right")

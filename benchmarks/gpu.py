@@ -1,4 +1,4 @@
-"""How fast is prefill on a GPU, on each code path it can run, beside torch's three kernels?
+"""How fast is prefill on a GPU, on each code path it can run, compared with torch's three kernels?
 
 python benchmarks/gpu.py
 """

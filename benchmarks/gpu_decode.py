@@ -1,4 +1,4 @@
-"""How fast is decode on a GPU, how close to the speed of its memory, beside torch's kernels?
+"""How fast is decode on a GPU, how close to the speed of its memory, compared with torch's kernels?
 
 python benchmarks/gpu_decode.py
 """

@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_headdim.py
 
-Prefill of 16384 tokens in all at headdim 512, beside the kernels of torch that serve it. Decode at headdim 512, and
+Prefill of 16384 tokens in all at headdim 512, compared with the kernels of torch that serve it. Decode at headdim 512,
+and
 latent decode: keys of 576 whose first 512 columns are the values, 16 and 128 query heads on one key head, a dense cache
 and pages of 64. bfloat16; calls are replayed from CUDA graphs.
 """
@@ -53,12 +54,12 @@ def main(rounds: int = 9, output: Path = RESULTS) -> None:
 
 
 def random(*shape: int) -> Tensor:
-    """Standard normal, in bfloat16, on the GPU."""
+    """Standard normal values, in bfloat16, on the GPU."""
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def prefill(seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
-    """As many query heads as key heads; causal counts half."""
+    """Prefill with as many query heads as key heads; causal counts half."""
     shape = (TOKENS // seqlen, seqlen, NHEADS, WIDE)
     q, k, v = (random(*shape) for _ in range(3))
     calls: dict[str, Call] = {"fastattention": partial(fast_attn_func, q, k, v, causal=causal, backend="cuda")}
@@ -69,13 +70,13 @@ def prefill(seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
 
 
 def by_torch(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """One of the kernels behind torch's SDPA."""
+    """One of the kernels of torch's SDPA."""
     with sdpa_kernel(peer):
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def decode(batch_size: int, keys: int, rounds: int) -> dict[str, Any]:
-    """One query of 16 heads on 2."""
+    """Decode of one query of 16 heads on 2."""
     q = random(batch_size, 1, 16, WIDE)
     k, v = (random(batch_size, keys, 2, WIDE) for _ in range(2))
     seqlens = torch.full((batch_size,), keys, dtype=torch.int32, device="cuda")
@@ -86,7 +87,7 @@ def decode(batch_size: int, keys: int, rounds: int) -> dict[str, Any]:
 
 
 def latent(batch_size: int, keys: int, nheads: int, rounds: int) -> dict[str, Any]:
-    """One query of `nheads` heads on one key head."""
+    """Latent decode of one query of `nheads` heads on one key head."""
     q = random(batch_size, 1, nheads, HEADDIM)
     cache = random(batch_size, keys, 1, HEADDIM)
     pages = cache.view(-1, PAGE_BLOCK_SIZE, 1, HEADDIM)
@@ -112,7 +113,7 @@ def timed(calls: Mapping[str, Call], rounds: int, flops: float, bytes_read: floa
 
 
 def show(rows: list[dict[str, Any]], copy_gbps: float) -> None:
-    """One line for each call: its time, TFLOPS and, of a decode, its share of the rate of a copy."""
+    """One line for each call: its time, TFLOPS and, for a decode, its share of the rate of a copy."""
     table = Table("call", "", "us", "TFLOPS", "GB/s", "of a copy")
     for row in rows:
         sizes = {name: row[name] for name in ("batch_size", "nheads", "keys", "seqlen", "causal") if name in row}

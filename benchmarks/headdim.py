@@ -27,7 +27,7 @@ from fastattention.cli.bench.workload import DTYPES, Limit
 from fastattention.cli.console import OUTPUT
 
 RESULTS = Path(__file__).parent / "results"
-ELEMENTS = 2048  # of all heads of a token
+ELEMENTS = 2048  # elements of a token in all heads
 HEADDIM, HEADDIM_V = 576, 512  # of latent attention
 PAGE_BLOCK_SIZE = 64
 

@@ -3,13 +3,13 @@
     python benchmarks/int8_errors.py
 
 Errors of out against exact attention in float64, causal, head by head: the cosine similarity of all its elements, and
-the sum of absolute differences over that of absolute values (relative L1). Inputs are float32, so that int8 products
-are all that rounds. Beside them stands attention that rounds q, k, v to 16 bits and computes in that dtype. "Not
-smoothed" is the same formula without taking the mean off the keys. The numbers are
+the sum of absolute differences over that of absolute values (relative L1). Inputs are float32, so that only int8
+products round. Attention that rounds q, k, v to 16 bits and computes in that dtype is shown for comparison. "Not
+smoothed" is the same formula without subtracting the mean of the keys. Inputs are
 
-- normal ones, also with channels as known of language models: an offset of OFFSET standard deviations that all keys
+- normal values, also with outlier channels as in language models: an offset of OFFSET standard deviations that all keys
   share, the same in queries, or channels that are WIDE times as wide in keys (and as much narrower in queries);
-- those of every layer of the demo model, which reads a source file that it has not seen.
+- tensors of every layer of the demo model, which reads a source file that it has not seen.
 
 The demo model: its loss on that text and its most likely next bytes, with int8 products in every layer.
 
@@ -45,7 +45,7 @@ TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the
 EXACT, INT8, NOT_SMOOTHED = "exact", "int8", "int8, not smoothed"
 METHODS = (INT8, NOT_SMOOTHED, "bfloat16", "float16")
 HEADS, HEADDIMS = 4, (128, 64)
-OUTLIERS, OFFSET, WIDE = 4, 10.0, 10.0  # channels of a head; what is added to them; what they are multiplied by
+OUTLIERS, OFFSET, WIDE = 4, 10.0, 10.0  # outlier channels of a head; the offset added to them; their factor
 FORMULA = "formula in plain torch"
 
 
@@ -57,7 +57,7 @@ class Numbers(NamedTuple):
 
 
 def main(seqlen: int = 4096, tokens: int = 8192, output: Path = RESULTS) -> None:
-    """Attend to `seqlen` made tokens, and read `tokens` of text; write int8_errors.json into `output`."""
+    """Attend to `seqlen` random tokens, and read `tokens` of text; write int8_errors.json into `output`."""
     torch.set_num_threads(get_num_threads())
     reader = Reader()
     text = torch.tensor([[0, *TEXT.read_bytes()]])[:, :tokens]
@@ -75,7 +75,7 @@ def main(seqlen: int = 4096, tokens: int = 8192, output: Path = RESULTS) -> None
 
 
 def serving(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What computes attention with int8 products of these."""
+    """The backend, or the formula, that computes attention of these tensors with int8 products."""
     backend = explain(q, k, v, causal=True, qk_dtype="int8").backend
     return FORMULA if backend is None else f"backend {backend}"
 
@@ -87,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
         return served
     group = q.shape[2] // k.shape[2]
     heads = []
-    for head in range(q.shape[2]):  # one at a time, or the matrices of scores would need gigabytes
+    for head in range(q.shape[2]):  # one at a time, because all matrices of scores would need gigabytes
         of_keys = slice(head // group, head // group + 1)
         heads.append(_attend_head(q[:, :, head : head + 1], k[:, :, of_keys], v[:, :, of_keys], method))
     return torch.cat(heads, dim=2)
@@ -104,14 +104,14 @@ def _attend_head(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
 
 
 def without_smoothing(k: Tensor) -> Tensor:
-    """What int8 keys (seqlen, nheads_k, headdim) stand for when no mean is taken off: with their negatives it is 0."""
+    """Dequantized int8 keys (seqlen, nheads_k, headdim) without subtracting a mean: with their negatives it is 0."""
     whole = functional.pad(k, (0, 0, 0, 0, 0, -len(k) % KEYS_OF_SCALE))
     stored, scale, _ = quantize_keys(torch.cat((whole, -whole)), torch.int8)
     return dequantize(stored, scale)[: len(k)]
 
 
 def made_numbers(seqlen: int) -> Iterator[Numbers]:
-    """Normal numbers of HEADS heads, without and with outlier channels."""
+    """Normal values of HEADS heads, without and with outlier channels."""
     for headdim in HEADDIMS:
         for name in ("normal", "offset in keys", "offset in queries", "wide channels in keys"):
             generator = torch.Generator().manual_seed(0)
@@ -144,12 +144,12 @@ def errors_of(numbers: Numbers) -> Iterator[dict[str, Any]]:
 
 
 def cosine(out: Tensor, exact: Tensor) -> Tensor:
-    """Of all elements of a head: (heads,)."""
+    """Cosine similarity of all elements of a head: (heads,)."""
     return functional.cosine_similarity(_by_head(out), _by_head(exact), dim=1)
 
 
 def relative_l1(out: Tensor, exact: Tensor) -> Tensor:
-    """Of all elements of a head: (heads,)."""
+    """Relative L1 error of all elements of a head: (heads,)."""
     return _by_head(out - exact).abs().sum(dim=1) / _by_head(exact).abs().sum(dim=1)
 
 
@@ -205,7 +205,7 @@ def bits_per_byte(logits: Tensor, targets: Tensor) -> float:
 
 
 def show_errors(errors: list[dict[str, Any]]) -> None:
-    """One row for each set of numbers: cosine similarity, relative L1, and that of the worst head in brackets."""
+    """One row for each set of inputs: cosine similarity and relative L1, with the worst head in brackets."""
     table = Table("numbers", "headdim", *METHODS, title="cosine similarity, relative L1 (worst head)")
     for name, headdim in dict.fromkeys((one["numbers"], one["headdim"]) for one in errors):
         chosen = [one for one in errors if (one["numbers"], one["headdim"]) == (name, headdim)]

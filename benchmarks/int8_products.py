@@ -4,9 +4,9 @@
     FASTATTENTION_CPU_ISA=amx_bf16 python benchmarks/int8_products.py  # that one, printed as JSON
     python benchmarks/int8_products.py --device cuda   # this GPU, the code paths that do
 
-Prefill with and without it takes turns. On a CPU so does the rest of a call: the same call with int8 products of 4
-elements, which take next to no time. Exact over rest is what products that cost nothing would save; the softmax and
-the product of weights and values remain. Also given: how far results are from exact ones.
+Prefill with and without it takes turns. On a CPU a third variant takes turns, the rest of a call: the same call with
+int8 products of 4 elements, which take next to no time. Exact over rest is the speedup if products were free; the
+softmax and the product of weights and values remain. The errors of results are given too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fastattention.cli.console import OUTPUT
 
 RESULTS = Path(__file__).parent / "results"
 NHEADS = 2
-REST_HEADDIM = 4  # of the product in "rest": one unit of int8
-GPU_PATHS = (80, 75)  # that multiply int8
+REST_HEADDIM = 4  # elements of the product in "rest": one unit of int8
+GPU_PATHS = (80, 75)  # code paths that multiply int8
 GPU_HIDDEN = 2048  # heads times headdim
 GPU_ROUNDS = 15
 
@@ -51,7 +51,7 @@ def main(
     seconds: float = 4.0,
     output: Path = RESULTS,
 ) -> None:
-    """Write int8_products_cpu.json or int8_products_gpu.json into `output`. seconds: of a problem on a CPU, about."""
+    """Write int8_products_cpu.json or int8_products_gpu.json into `output`. seconds: about, for a problem on a CPU."""
     problems: list[dict[str, Any]] = [
         {"dtype": dtype, "headdim": int(headdim), "causal": causal, "seqlen": int(seqlen)}
         for dtype, headdim, causal, seqlen in itertools.product(
@@ -66,7 +66,7 @@ def main(
         return
     records = []
     for isa in available_isas():
-        # A process loads its kernels once: another instruction set is another process.
+        # A process loads its kernels once, so each instruction set has a process.
         environment = {**os.environ, "FASTATTENTION_CPU_ISA": isa}
         done = subprocess.run([sys.executable, *sys.argv], env=environment, check=True, stdout=subprocess.PIPE)
         records += json.loads(done.stdout)
@@ -74,13 +74,13 @@ def main(
 
 
 def write(name: str, records: list[dict[str, Any]], output: Path) -> None:
-    """Show the records, and leave them in a file of that name."""
+    """Print the records, and write them to a file of that name."""
     show(records)
     write_record(output / f"{name}.json", {"question": "int8_products", "records": records})
 
 
 def records_of(problems: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Of the instruction set in use; none where it does not multiply int8."""
+    """Records of the instruction set in use; empty where it does not multiply int8."""
     library = load_library()
     if not library.multiplies_int8:
         return []
@@ -88,7 +88,7 @@ def records_of(problems: list[dict[str, Any]], seconds: float) -> list[dict[str,
 
 
 def gpu_record(arch: int, dtype: str, headdim: int, causal: bool, seqlen: int) -> dict[str, Any]:
-    """Of a code path of this GPU."""
+    """The record of a code path of this GPU."""
     nheads = GPU_HIDDEN // headdim
     q, k, v = tensors("cuda", dtype, (1, seqlen, nheads, headdim))
     backend = CudaBackend(arch)
@@ -116,7 +116,7 @@ def tensors(device: str, dtype: str, shape: tuple[int, ...]) -> tuple[Tensor, Te
 
 
 def relative_error(approximate: Tensor, exact: Tensor) -> float:
-    """Of the norm of all results."""
+    """The error relative to the norm of all results."""
     return float((approximate.float() - exact.float()).norm() / exact.float().norm())
 
 
@@ -139,14 +139,14 @@ def measure(dtype: str, headdim: int, causal: bool, seqlen: int, seconds: float)
 
 
 def median_seconds(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Of each call, all of them in turns."""
+    """Median seconds of each call, timed in turns."""
     for call in calls.values():
         call()
     return {name: timing.median for name, timing in interleaved(calls, seconds).items()}
 
 
 def show(records: list[dict[str, Any]]) -> None:
-    """Milliseconds, and times over exact."""
+    """Prints milliseconds, and times relative to exact."""
     table = Table("path", "dtype", "headdim", "causal", "tokens", "exact", "int8", "speedup", "at most", "error")
     for record in records:
         exact, int8, rest = record["seconds"]["exact"], record["seconds"]["int8"], record["seconds"].get("rest")

@@ -3,7 +3,8 @@
     python benchmarks/isa.py                              # all that this processor runs, each in its own process
     FASTATTENTION_CPU_ISA=avx2 python benchmarks/isa.py   # that one
 
-A float32 prefill and a decode against peers that use whatever they like. The limits are those of the instruction set.
+A float32 prefill and a decode against peers, which use any instruction set. The limits are those of the measured
+instruction set.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(seqlen: int = 4096, seconds: float = 10.0, output: Path = RESULTS) -> N
         run_question(f"isa_{forced}_decode", decode(), seconds, output)
         return
     for isa in available_isas():
-        # A process loads its kernels once: another instruction set is another process.
+        # A process loads its kernels once, so each instruction set has a process.
         subprocess.run([sys.executable, *sys.argv], env={**os.environ, "FASTATTENTION_CPU_ISA": isa}, check=True)
 
 

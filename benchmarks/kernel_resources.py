@@ -1,4 +1,4 @@
-"""What do the GPU kernels take of a multiprocessor, and do they fit their registers?
+"""Which resources of a multiprocessor do the GPU kernels take, and do they fit their registers?
 
     python benchmarks/kernel_resources.py
 
@@ -25,12 +25,12 @@ from fastattention.gpu_runtime.compiler import Resources
 from fastattention.gpu_runtime.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
-# One of every code path, and of Ampere also the smaller kind. All others are served by the same kernels.
+# One GPU for every code path, and for Ampere also the smaller kind. The same kernels serve all others.
 CHIP_NAMES = ("P100", "V100", "T4", "A100", "RTX 3090")
 
 
 class Usage(NamedTuple):
-    """What one kernel takes."""
+    """The resources of one kernel."""
 
     kernel: Variant
     target: int  # compute capability
@@ -39,7 +39,7 @@ class Usage(NamedTuple):
 
     @property
     def spill_bytes(self) -> int:
-        """Of all its entries."""
+        """Spilled bytes of all its entries."""
         return sum(resources.spill_bytes for resources in self.resources.values())
 
 
@@ -61,7 +61,7 @@ def main(output: Path = RESULTS) -> None:
 
 
 def kernels_of(chip: Limits) -> list[Variant]:
-    """All that are written for a GPU."""
+    """All kernels of prefill and caches for a GPU."""
     return [*variants_of(chip), *training_variants_of(chip), *all_reduces_of(chip)]
 
 
@@ -72,7 +72,7 @@ def measure(kernel: Variant, target: int) -> Usage:
 
 
 def table(usages: list[Usage]) -> str:
-    """One row a kernel, in Markdown: its first entry, but spills and code of all."""
+    """One row for each kernel, in Markdown: figures of its first entry, but spills and code of all entries."""
     lines = [
         "| kernel | compute capability | threads | registers | spilled bytes | shared memory | code bytes |",
         "|---|--:|--:|--:|--:|--:|--:|",

@@ -1,4 +1,4 @@
-"""How fast is linear attention, beside operations of torch, Transformers and flash-linear-attention?
+"""How fast is linear attention, compared with operations of torch, Transformers and flash-linear-attention?
 
 python benchmarks/linear.py
 """

@@ -2,11 +2,11 @@
 
     python benchmarks/long_context.py
 
-A bare decoder (bare_decoder.py) decodes with a cache of random numbers under an artificial budget of GPU memory, which
+A bare decoder (bare_decoder.py) decodes with a cache of random values under an artificial budget of GPU memory, which
 keeps a given number of layers in host memory. All policies use the same cache, in turns. "classical" is our own upload
 of all such layers: pinned, ahead of use, double-buffered. Transformers' offloaded cache comes with Transformers' own
-model of the same shape. Bandwidths are measured in the same run, before each case and for its pages: those of a host
-that others use too do not stay.
+model of the same shape. Bandwidths are measured in the same run, before each case and for its pages, because they vary
+on a shared host.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from fastattention.offload.prediction import seconds_per_token, upload_fraction
 RESULTS = Path(__file__).parent / "results"
 CHUNK = 16384  # tokens that fill a cache at once
 POLICIES = (Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID)
-READ_BYTES = 4 << 30  # of which little stays in the 300 MB of a last-level cache
-SETTLING_STEPS = 8  # in which the share of a hybrid comes to follow what its steps take; no more than a page of tokens
-PINNED_COPIES = 6  # of its cache that Transformers' offloading leaves in host memory for a while, at most
+READ_BYTES = 4 << 30  # far more than the 300 MB of a last-level cache
+SETTLING_STEPS = 8  # steps in which the share of a hybrid settles; no more than a page of tokens
+PINNED_COPIES = 6  # most copies of its cache that Transformers' offloading holds in host memory at a time
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the results. num_layers_cpu: in host memory; 0 measures the resident cache."""
+    """One row of the results. num_layers_cpu: layers in host memory; 0 measures the resident cache."""
 
     model: str
     seqlen: int
@@ -74,7 +74,7 @@ CASES = (
 
 
 def page_of(case: Case, shape: ModelShape, dtype: torch.dtype) -> PageShape:
-    """What the cache of a case is kept in."""
+    """The shape of a page of a case's cache."""
     cache_dtype = torch.int8 if case.quantized else None
     return PageShape(PAGE_SIZE, shape.nheads_k, shape.headdim, shape.headdim, dtype, cache_dtype)
 
@@ -102,7 +102,7 @@ class Run:
         return self._workload.staging_bytes(self._caps().gpu)
 
     def _caps(self) -> MemoryCaps:
-        """Memory that keeps exactly the wanted layers on the CPU, with what a step needs on its way."""
+        """Caps with which exactly the wanted layers are on the CPU, with room for the pages that a step moves."""
         pages = -(-self.case.seqlen // PAGE_SIZE) + 1
         on_gpu = self.shape.num_layers - self.case.num_layers_cpu
         passing = -(-CHUNK // PAGE_SIZE) + 2
@@ -120,7 +120,7 @@ class Run:
                 self.store.append(layer, k, v)
 
     def use(self, policy: Policy) -> None:
-        """From the next step on, with the cache as it was filled. The store corrects a hybrid's predicted share."""
+        """Switches to a policy, with the cache as it was filled. The store corrects a hybrid's predicted share."""
         layers = self.case.num_layers_cpu
         self.share = upload_fraction(policy, self._workload, self._hardware, layers, self._staging_bytes)
         self.rewind()
@@ -131,16 +131,16 @@ class Run:
             self.rewind()
 
     def predicted(self, policy: Policy) -> float:
-        """Seconds of a step, by the model."""
+        """The model's prediction of the seconds of a step."""
         layers = self.case.num_layers_cpu
         return seconds_per_token(policy, self._workload, self._hardware, layers, self._staging_bytes)
 
     def step(self) -> Tensor:
-        """One token."""
+        """Decodes one token."""
         return self.decoder.step(lambda layer, q, k, v: self.store.attend(layer, q, k, v, AttendOptions()))
 
     def rewind(self) -> None:
-        """The cache as it was filled, and the same first token."""
+        """Restores the cache as it was filled, and the first token."""
         self.store.truncate(self.case.seqlen)
         self.decoder.hidden.copy_(self._start)
 
@@ -215,7 +215,7 @@ def read_bandwidth(threads: list[int]) -> dict[int, float]:
 
 
 def calibrated(hardware: Hardware, case: Case, shape: ModelShape, resident_seconds: float) -> Hardware:
-    """`hardware` whose overhead of a layer is what a resident step of this decoder took beyond its bytes."""
+    """`hardware` with the overhead of a layer from a resident step of this decoder: its time beyond reading bytes."""
     workload = OffloadWorkload(shape, case.batch_size, case.seqlen)
     bare = replace(hardware, layer_overhead_seconds=0.0)
     beyond = resident_seconds - seconds_per_token(Policy.RESIDENT, workload, bare, 0, 0)
@@ -253,7 +253,7 @@ def answer(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """A table: milliseconds a token, predictions beside them."""
+    """Prints a table of milliseconds a token, with predictions."""
     table = Table(title="milliseconds a token (predicted)", title_justify="left")
     for heading in ("model", "keys", "on the CPU", *(policy.value for policy in Policy), "transformers"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
@@ -279,9 +279,9 @@ def run_cases(
     rounds: int,
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Every case. Resident ones tell what a layer costs beyond its bytes: those of its length, else the first."""
+    """Runs every case. The resident case of the same length, else the first, gives the overhead of a layer."""
     rows = []
-    overheads: dict[int, float] = {}  # by length: launches that short steps wait for hide under the work of long ones
+    overheads: dict[int, float] = {}  # by length, because long steps hide launches that short steps wait for
     for case in cases:
         hardware = hardware_for(page_of(case, PRESETS[case.model], dtype))
         if overheads:
@@ -325,7 +325,7 @@ def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
     OUTPUT.print("CPU reads, GB/s by threads:", {count: round(rate / 1e9, 1) for count, rate in reading.items()})
     rows = run_cases(CASES, device, partial(measure_hardware, device.torch_device), dtype, rounds, steps)
     record = {"machine": describe_machine(), "cpu_read_bytes_per_s": reading, "rows": rows}
-    save(record, output)  # what follows may take more memory than the host has
+    save(record, output)  # the next measurement may run out of host memory
     offloaded_by_transformers(
         rows, lambda case: transformers_offloaded(case, PRESETS[case.model], device.torch_device, dtype, steps)
     )

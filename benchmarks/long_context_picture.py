@@ -22,7 +22,7 @@ COLOURS = {"classical": "tab:red", "cooperative": "tab:blue", "hybrid": "tab:gre
 
 
 def draw(panel: Any, rows: list[dict[str, Any]], across: str) -> None:
-    """Points are measured, lines predicted."""
+    """Draws measured points and predicted lines."""
     at = [row[across] for row in rows]
     for policy, colour in COLOURS.items():
         panel.plot(at, [1e3 * row["predicted"][policy] for row in rows], color=colour, linewidth=1)
@@ -36,7 +36,7 @@ def draw(panel: Any, rows: list[dict[str, Any]], across: str) -> None:
 
 
 def main(results: Path = RESULTS) -> None:
-    """Reads long_context.json in `results` and writes long_context.png beside it."""
+    """Reads long_context.json in `results` and writes long_context.png there."""
     record = json.loads((results / "long_context.json").read_text())
     rows = [row for row in record["rows"] if row["model"] == MODEL and row["num_layers_cpu"] and not row["quantized"]]
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")

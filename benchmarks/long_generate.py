@@ -2,10 +2,9 @@
 
     python benchmarks/long_generate.py
 
-Models of Transformers with random weights and a random prompt, within a budget of GPU memory for all that the process
-takes of it. Beside what was measured stands the plan, by bandwidths measured in the same process. A model of eight
-tensor-parallel ranks has one of their shares: the GPU stands for one rank, communicates with nobody, and has the host
-to itself.
+Models of Transformers with random weights and a random prompt, within a budget of GPU memory for the whole process. The
+plan, by bandwidths measured in the same process, is shown for comparison. A model of eight tensor-parallel ranks is one
+rank's share: the GPU stands for one rank, does not communicate, and has the host to itself.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Case:
     chunk: int = PREFILL_CHUNK
 
 
-# The weights of LLaMA-3-8B leave 1 GiB of 16: the usual chunk does not fit there.
+# With the weights of LLaMA-3-8B 1 GiB of 16 is free, where the usual chunk does not fit.
 CASES = (
     Case("llama-3-8b", "32GiB"),
     Case("llama-3-8b", "16GiB", chunk=2048),
@@ -58,17 +57,17 @@ CASES = (
 
 
 class Clock(BaseStreamer):
-    """When tokens come: the prompt first, then each new one."""
+    """Records when tokens come: the prompt first, then each new one."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """Tokens, on the CPU."""
+        """Receives tokens, on the CPU."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """No more come."""
+        """Receives the end of generation."""
 
 
 def measure(model: Any, cache: FastAttentionCache, prompt: int, new_tokens: int, chunk: int) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def measure(model: Any, cache: FastAttentionCache, prompt: int, new_tokens: int,
 
 
 def plan(case: Case, shape: ModelShape, seqlen: int, workspace: int) -> dict[str, Any]:
-    """What is predicted of this machine."""
+    """The prediction for this machine."""
     page = PageShape(PAGE_SIZE, shape.nheads_k, shape.headdim, shape.headdim_v, torch.bfloat16)
     hardware = hardware_around(torch.device("cuda", 0), page)
     gpu_memory = read_bytes("gpu_memory", case.gpu_memory)
@@ -112,7 +111,7 @@ def plan(case: Case, shape: ModelShape, seqlen: int, workspace: int) -> dict[str
 
 
 def run(case: Case, prompt: int, new_tokens: int) -> dict[str, Any]:
-    """A row of the results, of a model of its own."""
+    """A row of the results, measured on a new model."""
     shape = find_shape(case.model)
     model: Any = build(find_config(case.model, None, prompt + new_tokens), torch.bfloat16, torch.device("cuda", 0))
     model.set_attn_implementation(NAME)
@@ -129,7 +128,7 @@ def run(case: Case, prompt: int, new_tokens: int) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """In a sentence."""
+    """Prints a row as a sentence."""
     planned = row["plan"]
     OUTPUT.print(
         f"{row['prompt']} tokens of {row['model']} within {row['gpu_memory']}: prefill {row['prefill_seconds']:.1f} s, "

@@ -3,8 +3,8 @@
     python benchmarks/memory.py
 
 Every number comes from a process of its own: bfloat16 q, k and v of 4 heads of 64 are resident, the peak of resident
-memory is reset, one causal attention runs, and the rise of the peak is reported. It includes the result, whose size
-stands beside it. Of a backward the result is the gradients of q, k and v; what the forward kept is resident before.
+memory is reset, one causal attention runs, and the rise of the peak is reported. It includes the result, whose size is
+shown too. The result of a backward is the gradients of q, k and v; tensors that the forward keeps are resident before.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def size_of_result(kind: str, seqlen: int) -> int:
 
 
 def measure_in_process(kind: Kind, peer: str, seqlen: int) -> Peak:
-    """`measure_here` in a fresh process, unless the machine has not the memory for it."""
+    """`measure_here` in a fresh process, unless the machine lacks the memory for it."""
     result_bytes = size_of_result(kind, seqlen)
     needed, available = seqlen**2 * NHEADS * (2 + 4 + 2), available_bytes()  # scores, float32 softmax, weights
     if peer == EAGER.name and needed > available // 2:
@@ -113,7 +113,7 @@ def measure_in_process(kind: Kind, peer: str, seqlen: int) -> Peak:
 
 
 def available_bytes() -> int:
-    """What the kernel says can be allocated without swapping."""
+    """Bytes that can be allocated without swapping, as the system reports."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
@@ -135,7 +135,7 @@ def in_words(count: int) -> str:
 
 def draw(peaks: list[Peak], heading: str, path: Path) -> None:
     """One line a peer on logarithmic axes, the size of the result dashed."""
-    from matplotlib.figure import Figure  # the measuring processes do without
+    from matplotlib.figure import Figure  # not imported in the measuring processes
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     panel = figure.subplots()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# Attention and products copy nothing: a copy is a collective's, between GPUs or out of its memory.
+# Attention and products copy nothing, so every copy belongs to a collective.
 _COMMUNICATION = re.compile(r"nccl|Memcpy|symmetric_memory::|fastattention_all_reduce")
 _NO_WORK = re.compile(r"cu(da)?[A-Z]|nccl:|ProfilerStep|.*(Sync|Wait Event)$")  # calls, waits and names of ranges
 
@@ -31,11 +31,11 @@ class Overlap(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The fraction of the communication under which something is computed."""
+        """The fraction of the communication that overlaps compute."""
         return 1.0 - self.exposed / self.communication if self.communication else 0.0
 
     def inflation(self, alone: float) -> float:
-        """By which fraction computing takes longer than `alone` seconds."""
+        """The fraction by which compute takes longer than `alone` seconds."""
         return self.compute / alone - 1.0
 
 
@@ -45,12 +45,12 @@ def is_work(name: str) -> bool:
 
 
 def is_communication(name: str) -> bool:
-    """Whether a kernel or a copy moves data between GPUs, or waits for that. All else computes."""
+    """Whether a kernel or a copy moves data between GPUs, or waits for such. All others compute."""
     return _COMMUNICATION.search(name) is not None
 
 
 def overlap(activities: Sequence[Activity]) -> Overlap:
-    """Of the kernels and copies of one call; there must be one at least."""
+    """The overlap of the kernels and copies of one call, of which there must be at least one."""
     work = [each for each in activities if is_work(each.name)]
     communication = union((each.start, each.end) for each in work if is_communication(each.name))
     compute = union((each.start, each.end) for each in work if not is_communication(each.name))
@@ -74,7 +74,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(these: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What two unions have in common."""
+    """The intersection of two unions."""
     found: list[Interval] = []
     this = other = 0
     while this < len(these) and other < len(others):
@@ -89,5 +89,5 @@ def common(these: Sequence[Interval], others: Sequence[Interval]) -> list[Interv
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """Of a union."""
+    """The length of a union."""
     return sum(end - start for start, end in intervals)

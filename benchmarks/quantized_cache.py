@@ -2,15 +2,15 @@
 
     python benchmarks/quantized_cache.py
 
-Accuracy: errors of out against float64 on the numbers before they are stored, for caches in int8, float8, float16 and
-bfloat16. q is float32, so that nothing else is rounded. The numbers are
+Accuracy: errors of out against float64 on the values before they are stored, for caches in int8, float8, float16 and
+bfloat16. q is float32, so that nothing else is rounded. Inputs are
 
-- those of the demo model, layer by layer: queries, keys after rotary embedding and values of a source file;
-- normal ones, in which four channels of the keys, or of the values, are 20 to 50 times the others, as known of language
-  models. Queries are as much smaller where keys are larger: each channel contributes alike to the scores. Of values
-  with large channels, the other channels are also looked at by themselves.
+- tensors of the demo model, layer by layer: queries, keys after rotary embedding and values of a source file;
+- normal values, in which four channels of the keys, or of the values, are 20 to 50 times the others, as in language
+  models. Queries are as much smaller where keys are larger, so each channel contributes alike to the scores. For values
+  with large channels, the error of the other channels is also given by itself.
 
-Arithmetic: errors of a decode on backend cpu against float64 on the same stored numbers, by dtype of q.
+Arithmetic: errors of a decode on backend cpu against float64 on the same stored values, by dtype of q.
 
 Time: one query against a long cache, bfloat16, float8 and int8 in turns, stored heads first and tokens first.
 """
@@ -75,7 +75,7 @@ def main(tokens: int = 8192, keys: int = 16384, seconds: float = 10.0, output: P
 
 
 def model_numbers(tokens: int) -> Iterator[Numbers]:
-    """What every layer of the demo model attends to when it reads a source file."""
+    """Queries, keys and values of every layer of the demo model when it reads a source file."""
     from transformers import AttentionInterface, LlamaForCausalLM
 
     layers: list[Numbers] = []
@@ -115,7 +115,7 @@ def outlier_numbers(seqlen: int) -> Iterator[Numbers]:
 
 
 def cache_error(numbers: Numbers, cache: str) -> dict[str, float]:
-    """Largest error of out and its root mean square, and that of out itself."""
+    """The largest error of out, its root mean square, and the root mean square of out."""
     q, k, v = numbers.q, numbers.k, numbers.v
     exact = reference_attention(*prepare_dense(q, k, v, Options(causal=True))).out
     out = fast_attn_with_kvcache(q, **stored(k, v, cache), causal=True)
@@ -126,7 +126,7 @@ def cache_error(numbers: Numbers, cache: str) -> dict[str, float]:
 
 
 def stored(k: Tensor, v: Tensor, cache: str) -> dict[str, Any]:
-    """The arguments that stand for k and v: numbers of `cache`, as float32 where they have no scales."""
+    """The arguments for k and v stored as `cache`: dequantized to float32 where they have no scales."""
     dtype = STORED[cache]
     if cache in ("float16", "bfloat16"):
         return {"k_cache": k.to(dtype).float(), "v_cache": v.to(dtype).float()}
@@ -135,7 +135,7 @@ def stored(k: Tensor, v: Tensor, cache: str) -> dict[str, Any]:
 
 
 def arithmetic_error(dtype: str, cache: str) -> dict[str, Any]:
-    """Errors of a decode of 4096 standard normal keys, 32 heads on 8 of 128, against its own stored numbers."""
+    """Errors of a decode of 4096 standard normal keys, 32 heads on 8 of 128, against its own stored values."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 1, 32, 128, generator=generator).to(DTYPES[dtype])
     k, v = (torch.randn(1, 4096, 8, 128, generator=generator) for _ in range(2))
@@ -182,7 +182,7 @@ def decode_call(seqlen: int, nheads: int, nheads_k: int, heads_first: bool, cach
 
 
 def show_errors(errors: list[dict[str, Any]]) -> None:
-    """One row for each set of numbers: largest error and, in brackets, root mean square, in units of that of out."""
+    """One row for each set of inputs: largest error and, in brackets, root mean square, relative to that of out."""
     table = Table("numbers", *STORED, title="largest error of out (root mean square), in units of out's")
     for name in dict.fromkeys(error["numbers"] for error in errors):
         cells = {error["cache"]: error for error in errors if error["numbers"] == name}

@@ -24,8 +24,8 @@ class RankFailedError(Exception):
 def run_ranks(work: Callable[..., None], arguments: Sequence[Any], size: int, device_type: str, seconds: float) -> None:
     """Calls work(device, *arguments) on every rank of a group of `size`, by NCCL or, on the CPU, gloo.
 
-    Raises RankFailedError when a rank fails, whose error it has printed, or the ranks take longer than `seconds`. No
-    rank is left when this returns or raises.
+    Raises RankFailedError when a rank fails, after printing its error, or when the ranks take longer than `seconds`.
+    All ranks have ended when this returns or raises.
     """
     context = multiprocessing.get_context("spawn")
     port = _free_port()

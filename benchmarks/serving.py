@@ -3,10 +3,10 @@
     python benchmarks/serving.py                     # this CPU: 100M parameters, 32 requests of 100 to 1500 tokens
     python benchmarks/serving.py --device cuda       # 8B parameters, 64 requests of 200 to 4000 tokens
 
-Random weights, greedy tokens; every request generates the same number. Each implementation runs at the best of its
-settings, in turns with the other. Beside it stand two bounds: the products of the prompts with the weights at the
-measured rate of a matrix product, and reading from memory, at its measured bandwidth, all weights once a token and the
-keys and values of every request once a token of its own.
+Random weights, greedy tokens; every request generates the same number of tokens. Each implementation runs at the best
+of its settings, in turns with the other. Two bounds are shown. One is the products of the prompts with the weights at
+the measured rate of a matrix product. The other is reading memory at its measured bandwidth: all weights once for each
+token, and keys and values of every request once for each of its tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Load(NamedTuple):
-    """A model and what is asked of it."""
+    """A model and its requests."""
 
     shape: dict[str, Any]
     dtype: torch.dtype
     requests: int
     prompts: tuple[int, int]  # tokens of the shortest and the longest
     new_tokens: int
-    settings: dict[str, list[dict[str, Any]]]  # of each implementation, to choose from
+    settings: dict[str, list[dict[str, Any]]]  # settings of each implementation, to choose from
 
 
 def on_cpu() -> Load:
@@ -60,7 +60,11 @@ def on_gpu() -> Load:
     shape = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
              "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
     cache = {"page_size": 256, "num_blocks": 1300, "max_requests_per_batch": 64}
-    graphs: list[bool | tuple[bool, bool]] = [False, (False, True), True]  # (False, True): of steps without prompts
+    graphs: list[bool | tuple[bool, bool]] = [
+        False,
+        (False, True),
+        True,
+    ]  # (False, True): only steps without prompts
     settings = [{**cache, "max_batch_tokens": 8192, "use_cuda_graph": one} for one in graphs]
     masked = [{**cache, "max_batch_tokens": tokens, "use_cuda_graph": False} for tokens in (1024, 4096)]
     return Load(shape, torch.bfloat16, 64, (200, 4000), 128, {"fast_attention": settings, "sdpa": masked})
@@ -112,7 +116,7 @@ def main(
 
 
 def peak_in_process(index: int) -> int:
-    """The peak of one run in a process whose heap keeps nothing that was freed, which would hide what is allocated."""
+    """The peak of one run in a process whose heap returns freed memory, because kept memory would hide allocations."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, f"--peak-of={index}"]
     finished = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -184,7 +188,7 @@ def bounds(model: Any, load: Load, prompts: list[list[int]]) -> dict[str, float]
     heads = load.shape["num_key_value_heads"] * load.shape["hidden_size"] // load.shape["num_attention_heads"]
     token = 2 * heads * load.shape["num_hidden_layers"]
     keys = sum(len(prompt) * load.new_tokens + load.new_tokens**2 // 2 for prompt in prompts)
-    vocabulary = load.shape["vocab_size"] * load.shape["hidden_size"]  # neither looked up nor predicted for prompts
+    vocabulary = load.shape["vocab_size"] * load.shape["hidden_size"]  # a look-up, and prompts need no logits
     products = 2 * (numbers - (1 if load.shape["tie_word_embeddings"] else 2) * vocabulary) * sum(map(len, prompts))
     read = (numbers * load.new_tokens + token * keys) * load.dtype.itemsize
     return {"prefill": products / product_rate(model.device, load.dtype), "decode": read / bandwidth(model.device)}

@@ -1,9 +1,9 @@
-"""Does the server lose requests, or grow, when thousands come, leave early or make no sense?
+"""Does the server lose requests, or grow, under thousands of requests, some of which disconnect or are invalid?
 
     python benchmarks/serving_soak.py
 
-Starts `fastattention serve` on this CPU with a random model of about 6M parameters. Clients ask at the same time for
-whole answers, streams, streams that they leave, and things that make no sense. Every request must end as it should. The
+Starts `fastattention serve` on this CPU with a random model of about 6M parameters. Clients ask concurrently for whole
+answers, streams, streams from which they disconnect, and invalid requests. Every request must end as it should. The
 server's resident memory is read every second.
 """
 
@@ -75,7 +75,7 @@ def running_server(folder: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
         assert process.stdout is not None
         found = re.search(r"http://localhost:(\d+)/v1", process.stdout.readline())
         assert found, "the server did not start"
-        # It logs every request, and a full pipe would stop it.
+        # The server logs every request, and a full pipe would block it.
         threading.Thread(target=collections.deque, args=(process.stdout, 0), daemon=True).start()
         yield process, int(found[1])
     finally:
@@ -106,7 +106,7 @@ def watched(pid: int) -> Iterator[list[tuple[float, int]]]:
 
 
 def ask(port: int, number: int) -> str:
-    """One request, by its number; how it ended."""
+    """Makes one request, by its number, and returns how it ended."""
     chance = random.Random(number)
     kind = chance.choices(list(SHARES), list(SHARES.values()))[0]
     tokens = [chance.randrange(3, VOCABULARY) for _ in range(chance.randint(3, 500))]
@@ -128,7 +128,7 @@ def ask(port: int, number: int) -> str:
 
 
 def post(port: int, body: Any, count: int | None = None) -> tuple[int, str]:
-    """The status and `count` bytes of the answer, after which the client leaves; None reads all."""
+    """The status and `count` bytes of the answer, after which the client disconnects; None reads all."""
     with contextlib.closing(http.client.HTTPConnection("localhost", port, timeout=300)) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         with connection.getresponse() as response:

@@ -1,11 +1,12 @@
-"""How fast is attention with its projection and all-reduce in row blocks, beside the three one after the other?
+"""How fast is attention with its projection and all-reduce in row blocks, compared with the three in sequence?
 
     python benchmarks/tiled_allreduce.py --tp 4
 
-It starts one process for each GPU. Plain torch, nothing of ours, is "serial": attention, product and NCCL's all-reduce,
-and two more (torch_tensor_parallel.py): "two-shot" sums by symmetric memory, "async" fuses product and reduce-scatter.
-"default" is attention_linear_allreduce as users call it. The others have torch's attention too, so that what differs is
-the blocks and who sums: "auto" chooses, and each transport alone. All take turns, called one by one ("eager") and
+It starts one process for each GPU. The baselines are plain torch: "serial" is attention, product and NCCL's all-reduce.
+There are two more (torch_tensor_parallel.py): "two-shot" sums by symmetric memory, "async" fuses product and
+reduce-scatter. "default" is attention_linear_allreduce as users call it. The others use torch's attention too, so that
+only blocks and
+transports differ: "auto" chooses, and each transport runs alone. All take turns, called one by one ("eager") and
 replayed from CUDA graphs ("graph"). Results are compared with those of serial.
 """
 
@@ -47,10 +48,13 @@ RESULTS = Path(__file__).parent / "results"
 SERIAL, COMPUTE, ALL_REDUCE = "serial", "compute", "all-reduce"
 OTHERS: dict[str, Callable[[Tensor, Tensor], Project]] = {"two-shot": two_shot, "async": async_tensor_parallel}
 OURS = {"default": ("auto", "auto"), **{name: (name, "sdpa") for name in ("auto", *TRANSPORTS)}}  # transport, backend
-CALLS, SHORT_CALLS = 4, 32  # in a row, timed together; of calls that are not worth dividing, whose time is Python's
+CALLS, SHORT_CALLS = (
+    4,
+    32,
+)  # calls in a row, timed together; SHORT_CALLS of calls that are not worth dividing
 WARM_UP = 2
 LARGEST_DIFFERENCE = (
-    0.02  # from serial, of the largest number: a row of a wrong rank or block would differ by all of it
+    0.02  # difference from serial, relative to the largest element; a row of a wrong rank or block would differ by 1
 )
 TIME_LIMIT = 560.0  # seconds for everything
 
@@ -89,7 +93,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What every rank is told."""
+    """The options of every rank."""
 
     cases: tuple[Case, ...]
     rounds: int
@@ -97,7 +101,7 @@ class Options:
     trace: bool
     output: Path
     dtype: torch.dtype = torch.bfloat16
-    heads_of: int = 0  # a rank has the heads of one of so many; 0: of one of those that there are
+    heads_of: int = 0  # a rank has the heads of one of this many ranks; 0: of the actual number
 
 
 class Share:
@@ -123,7 +127,7 @@ class Share:
         self._summed = torch.zeros_like(self.out)
 
     def parts(self) -> dict[str, Work]:
-        """What serial consists of, each alone."""
+        """The parts of serial, each alone."""
         return {
             "attention": self.attention,
             "product": lambda: self._product(self._attended),
@@ -140,16 +144,16 @@ class Share:
         return out.transpose(1, 2).reshape(-1, self.w_o.shape[1])
 
     def serial(self) -> None:
-        """One after the other, by torch."""
+        """Runs the three in sequence, by torch."""
         self._product(self.attention())
         dist.all_reduce(self.out)
 
     def projected_by(self, project: Project) -> None:
-        """By another of torch's ways."""
+        """Runs another of torch's implementations."""
         project(self.attention())
 
     def ours(self, transport: str, backend: str) -> None:
-        """In the way that is agreed on."""
+        """Runs ours, by the strategy that is agreed on."""
         attention_linear_allreduce(
             self.q, self.k, self.v, self.w_o, causal=True, backend=backend, transport=transport, out=self.out
         )
@@ -164,7 +168,7 @@ def _as_record(one: Strategy) -> dict[str, Any]:
 
 
 def agreed_on(share: Share, transport: str, backend: str) -> Agreed:
-    """What the ranks have agreed on for the call that `share.ours` has made."""
+    """The agreement of the ranks for the call that `share.ours` has made."""
     group = dist.group.WORLD
     assert group is not None
     shapes = (share.q.shape, share.k.shape[1:], share.w_o.shape[0])
@@ -178,7 +182,7 @@ def agreed_on(share: Share, transport: str, backend: str) -> Agreed:
 
 
 class Contest:
-    """All that is compared in a case, in both kinds. Makes the calls that ranks have to agree on."""
+    """All implementations of a case, in both kinds. Makes the calls that ranks have to agree on."""
 
     def __init__(self, share: Share, graphs: bool) -> None:
         self.share = share
@@ -212,7 +216,7 @@ class Contest:
                 self.refused[f"{name}, graph"] = str(error)
 
     def differences(self) -> dict[str, dict[str, float]]:
-        """By kind and name: the largest difference from serial, of its largest number.
+        """By kind and name: the largest difference from serial, relative to its largest element.
 
         Raises AssertionError where that is too much, or the ranks have different bits.
         """
@@ -246,7 +250,7 @@ def graphed(work: Work) -> Work:
 
 
 def meet() -> None:
-    """All ranks' work is done, on the device too."""
+    """Waits until the work of all ranks is done, on the device too."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
@@ -255,12 +259,12 @@ def meet() -> None:
 
 
 def calls_of(out: Tensor) -> int:
-    """That give `out` and are timed in a row, the same on all ranks."""
+    """The number of calls with result `out` that are timed in a row, the same on all ranks."""
     return CALLS if worth_dividing(out.shape[:2].numel(), out.nbytes) else SHORT_CALLS
 
 
 def seconds_of(work: Work, device: torch.device, calls: int) -> float:
-    """Of a call, among `calls` in a row."""
+    """Seconds of a call, among `calls` in a row."""
     meet()
     if device.type == "cpu":
         start = time.perf_counter()
@@ -296,7 +300,7 @@ def medians(contest: Contest, rounds: int, device: torch.device) -> dict[str, di
 
 
 def derived(contest: Contest, seconds: dict[str, float]) -> dict[str, Any]:
-    """Of one kind: the least that any division could take, and how far each of ours comes."""
+    """Derived figures of one kind: the bound of any division, and the share of its gain that each of ours reaches."""
     serial, compute, transfer = (seconds[name] for name in (SERIAL, COMPUTE, ALL_REDUCE))
     ours = {name: seconds[name] for name in contest.plans if name in seconds}
     return {
@@ -325,7 +329,7 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
 
 
 def traced(case: Case, options: Options, device: torch.device) -> dict[str, Any]:
-    """By kind and name: one call on this rank, in a trace. Inflation is over serial, which computes all rows alone."""
+    """By kind and name: one traced call on this rank. Inflation is relative to serial, which computes rows alone."""
     contest = Contest(Share(case, device, options), options.graphs)
     found: dict[str, Any] = {}
     for kind, works in contest.kinds.items():
@@ -339,14 +343,14 @@ def traced(case: Case, options: Options, device: torch.device) -> dict[str, Any]
 
 
 def kernels_of_torch() -> AbstractContextManager[None]:
-    """Attention by cuDNN wherever it can, for all that is compared."""
+    """Lets all implementations use cuDNN's attention wherever it can."""
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     chosen: AbstractContextManager[None] = sdpa_kernel(kernels, set_priority=True)
     return chosen
 
 
 def measure(device: torch.device, options: Options) -> None:
-    """All cases, on every rank; rank 0 shows them and writes them down after each. Traces come last: they slow."""
+    """Measures all cases on every rank; rank 0 prints and writes after each. Traces come last: they slow calls."""
     record = {
         "question": "tiled_allreduce",
         "machine": describe_machine(),
@@ -371,7 +375,7 @@ def measure(device: torch.device, options: Options) -> None:
 
 
 def save(record: dict[str, Any], output: Path) -> None:
-    """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; what is unusual is added to the name."""
+    """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; unusual options are added to the name."""
     if dist.get_rank() == 0:
         name = f"tiled_allreduce_tp{record['world_size']}" + "_no_p2p" * record["nccl_p2p_disable"]
         if record["heads_of"] != record["world_size"]:
@@ -394,8 +398,8 @@ def main(
     """Measure the GPUs of this host; write tiled_allreduce_tp4.json, by the number of ranks, into `output`.
 
     --lengths 32768,65536: instead of all cases, these, one sequence of --model each.
-    --heads-of 4: each rank has a quarter of the heads, whatever their number. So two ranks have the compute of each of
-    four, and sums of which a rank moves two thirds.
+    --heads-of 4: each rank has a quarter of the heads, whatever their number. So two ranks have the compute of four
+    ranks, and sums of which a rank moves two thirds.
     """
     long = tuple(Case(model, 1, int(length), int(length)) for length in lengths.split(",") if length)
     options = Options(long or CASES, rounds, graphs, trace, output, heads_of=heads_of)

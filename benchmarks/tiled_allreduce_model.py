@@ -1,10 +1,10 @@
-"""Does the model behind `fastattention plan allreduce` predict what was measured?
+"""Does the model of `fastattention plan allreduce` predict the measurements?
 
     python benchmarks/tiled_allreduce_model.py
 
-It reads results of tiled_allreduce.py, and predicts what the blocks that ran there take in CUDA graphs: from the
-compute that was measured beside them, and from the transports of the h200 preset among as many ranks. No device is
-needed. Left out are transports that the preset lacks or that sum whole calls only, and runs that left SMs free.
+It reads results of tiled_allreduce.py, and predicts the times of their blocks in CUDA graphs: from the compute that was
+measured with them, and from the transports of the h200 preset with as many ranks. No device is needed. Left out are
+transports that the preset lacks or that sum whole calls only, and runs with reserved SMs.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Call:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """Error of the prediction, as a share of the measurement."""
         return self.predicted / self.measured - 1
 
 
 def calls(content: dict[str, Any]) -> Iterator[Call]:
-    """All calls of a file that were divided, by transports that the model divides them for."""
+    """All calls of a file that were divided, by transports that the model supports."""
     ranks = content["world_size"]
     for row in content["rows"]:
         hidden, nheads = MODELS[row["model"]]
@@ -75,7 +75,7 @@ def as_measured(prompt: Prompt, compute: float, product: float) -> Machine:
 
 
 def main(files: Annotated[list[Path] | None, typer.Argument(help="Results of tiled_allreduce.py.")] = None) -> None:
-    """Print predictions beside measurements, and the errors of each transport."""
+    """Print predictions with measurements, and the errors of each transport."""
     found: list[Call] = []
     for path in files or FILES:
         table = Table("call", "transport", "predicted, ms", "measured, ms", "error", title=path.name)

@@ -1,4 +1,4 @@
-"""What tiled_allreduce.py has measured, as tables."""
+"""Results of tiled_allreduce.py, as tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _show_kind(row: dict[str, Any], kind: str, seconds: dict[str, float]) -> Non
 
 
 def show_traces(rows: list[dict[str, Any]]) -> None:
-    """Likewise of traces, where there are any: milliseconds of rank 0."""
+    """Prints the same tables of traces, where there are any: milliseconds of rank 0."""
     for row in rows:
         for kind, found in row.get("trace", {}).items():
             title = f"{_title(row, kind)}, traced"
@@ -67,7 +67,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _runs(rows: list[int]) -> Iterator[str]:
-    """Equal blocks side by side together: 2048x3."""
+    """Runs of equal blocks, for example 2048x3."""
     for count, blocks in groupby(rows):
         times = len(list(blocks))
         yield f"{count}x{times}" if times > 1 else str(count)

@@ -1,4 +1,4 @@
-"""One call of tiled_allreduce.py in a trace: what hides what, and what it does to the compute."""
+"""One call of tiled_allreduce.py in a trace: hidden communication, and slowdown of compute."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.distributed as dist
 from overlap import Activity, Overlap, overlap
 from torch.profiler import ProfilerActivity, profile
 
-MARK = "spin_kernel"  # that of torch.cuda._sleep
+MARK = "spin_kernel"  # the kernel of torch.cuda._sleep
 WARM_UP = 2
 
 
 def trace(work: Callable[[], object]) -> Overlap:
-    """What ran on this rank's GPU in one call, which all ranks begin together."""
+    """The activities of this rank's GPU in one call, which all ranks begin together."""
     for _ in range(WARM_UP):
         work()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        dist.barrier()  # starting to trace takes ranks different times
+        dist.barrier()  # ranks take different times to start a trace
         torch.cuda.synchronize()
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
         work()
@@ -28,7 +28,7 @@ def trace(work: Callable[[], object]) -> Overlap:
 
 
 def activities(profiler: profile) -> list[Activity]:
-    """All that ran on the device, in the order of its beginning; times from the first one's on."""
+    """All activities of the device, by their start; times count from the first one."""
     recorded = profiler.profiler
     assert recorded is not None
     assert recorded.kineto_results is not None
@@ -42,6 +42,6 @@ def activities(profiler: profile) -> list[Activity]:
 
 
 def after_mark(found: list[Activity]) -> list[Activity]:
-    """Those that began after the mark, which the trace must have."""
+    """The activities that began after the mark, which the trace must have."""
     [mark] = [each for each in found if MARK in each.name]
     return [each for each in found if each.start >= mark.end]

@@ -1,6 +1,6 @@
-"""torch's own ways to sum a row-parallel projection over the GPUs of a host, beside product and NCCL all-reduce.
+"""torch's own implementations of a row-parallel projection and its sum, besides product and NCCL all-reduce.
 
-Both compute through torch.distributed._symmetric_memory, which a launch by its operators needs:
+Both use torch.distributed._symmetric_memory, whose operators need it:
 
 - two-shot: the product is written to symmetric memory, where `two_shot_all_reduce_` sums it.
 - async: async tensor parallelism. `fused_matmul_reduce_scatter` overlaps the product with the reduce-scatter; an
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Project = Callable[[Tensor], None]  # of attended rows (rows, features)
+Project = Callable[[Tensor], None]  # takes attended rows (rows, features)
 
 
 def two_shot(w_o: Tensor, out: Tensor) -> Project:

@@ -1,4 +1,4 @@
-"""What do variable-length sequences cost without padding?
+"""How long do variable-length sequences take without padding?
 
     python benchmarks/varlen.py
 

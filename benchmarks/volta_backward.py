@@ -3,25 +3,26 @@
     python benchmarks/volta_backward.py                                   # the tables below, for headdim 64 and 128
     python benchmarks/volta_backward.py --headdim 64 --set q.tile_n=64    # a variation of ours; writes nothing
 
-Needs no GPU: the machine code is disassembled and the instructions are counted that a warp executes for one unmasked
-tile. The first run fetches a disassembler and PyTorch's wheel (820 MB) with pip. Ours needs NVRTC 12.
+Needs no GPU: the machine code is disassembled, and the instructions of a warp for one unmasked tile are counted. The
+first run fetches a disassembler and PyTorch's wheel (820 MB) with pip. Ours needs NVRTC 12.
 
 A backward has five useful products: q k^T, do v^T, p^T do, ds k and ds^T q. PyTorch's kernel computes these five. Ours
 are two kernels with seven products at headdim 64, and three with eight at 128. They need no atomics, and results do not
-depend on the order of CTAs. So kernels are compared by useful work: "512 useful tensor cycles" are what a sub-core
-needs at the peak rate for all five products of a tile, whatever a kernel computes besides. Our kernels add up.
+depend on the order of CTAs. So kernels are compared by useful work: a sub-core needs "512 useful tensor cycles" at the
+peak rate for all five products of a tile, without anything that a kernel computes besides. Figures of our kernels add
+up.
 
-They are counts, not times. benchmarks/volta_issue_cycles.py says what issue cycles and instructions bound:
+They are counts, not times. benchmarks/volta_issue_cycles.py explains the bounds by issue cycles and instructions:
 
-- "issue cycles" add up the stalls in the control codes: what a warp needs that is alone and never waits for memory.
+- "issue cycles" add up the stalls in the control codes: the time of a single warp that never waits for memory.
 - "instructions" bound a scheduler, however many warps it has.
 
-PyTorch is flattered by both. Its warps wait at some 30 barriers a tile, and for global memory before each of the five
-products; a lock lets one CTA at a time add to a tile of dq; its memory fences cost 5 issue cycles each. All this is
-waiting, not issuing. It also computes delta of all queries again in every CTA, which is counted apart.
+Both flatter PyTorch. Its warps wait at some 30 barriers a tile, and for global memory before each of the five
+products; a lock lets one CTA at a time add to a tile of dq; its memory fences cost 5 issue cycles each. These are
+waits, not issues. It also computes delta of all queries again in every CTA, which is counted separately.
 
 "Predicted" is the model of benchmarks/volta_model on these loops in the steady state, an SM being full. It has no
-constant fitted to a kernel's speed, but no backward has been measured on a V100 that it could be judged on. On the
+constant fitted to a kernel's speed, but there is no measurement of a backward on a V100 to judge it by. On the
 published forward figures of PyTorch's kernel its errors are +1 to +19%. Not modelled: CTAs that wait for each other's
 lock, memory fences, bank conflicts, prologues and epilogues, partly filled waves, the diagonal, and power limits.
 """
@@ -68,7 +69,7 @@ class Comparison:
     headdim: int
     ours: tuple[BackwardKernel, ...]
     theirs: BackwardKernel
-    paces: tuple[Pace, ...]  # of ours, then of theirs
+    paces: tuple[Pace, ...]  # of our kernels, then of theirs
 
     @property
     def kernels(self) -> tuple[BackwardKernel, ...]:
@@ -112,7 +113,7 @@ def varied(configs: list[BackwardConfig], changes: Sequence[str]) -> list[Backwa
     return list(named.values())
 
 
-# Of one kernel.
+# Figures of one kernel.
 OF_A_TILE: list[tuple[str, Callable[[BackwardKernel], float | str]]] = [
     ("tile: rows of a CTA x rows that pass by", lambda k: f"{k.tile_m}x{k.tile_n}, {k.num_warps} warps"),
     ("products", lambda k: k.products),
@@ -174,13 +175,13 @@ def tables(comparison: Comparison) -> list[tuple[str, list[str], list[Row]]]:
 
 
 def _summed(values: Sequence[float]) -> list[float | str]:
-    """Of our kernels, their sum, that of PyTorch's, and its ratio to the sum."""
+    """Values of our kernels and their sum, that of PyTorch's kernel, and its ratio to the sum."""
     total = sum(values[:-1])
     return [*values[:-1], total, values[-1], f"{values[-1] / total:.2f}" if total else ""]
 
 
 def _predicted(paces: Sequence[Pace]) -> list[Row]:
-    """Of the model. Useful TFLOPS of a kernel of ours alone would count products that others compute."""
+    """Rows of the model. Useful TFLOPS of a single kernel of ours would count products that others compute."""
     cycles = _summed([one.cycles for one in paces])
     total, theirs_ = sum(one.cycles for one in paces[:-1]), paces[-1].cycles
     blank = [""] * (len(paces) - 1)
@@ -198,7 +199,7 @@ def _predicted(paces: Sequence[Pace]) -> list[Row]:
 
 
 def _each(values: Iterable[str]) -> list[float | str]:
-    """Of each kernel, where neither a sum nor a ratio makes sense."""
+    """Values of each kernel, where neither a sum nor a ratio makes sense."""
     *own, theirs_ = values
     return [*own, "", theirs_, ""]
 
@@ -209,7 +210,7 @@ def _reasons(one: Pace) -> str:
 
 
 def rich_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Table:
-    """For the terminal."""
+    """A table for the terminal."""
     table = Table(title, box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, justify="right")
@@ -241,7 +242,7 @@ def page(found: Sequence[Comparison]) -> str:
 
 
 def record(found: Sequence[Comparison]) -> dict[str, Any]:
-    """All figures as they are."""
+    """All figures, for JSON."""
     machine = describe_machine()
     machine["versions"] |= kernels.versions()
     return {

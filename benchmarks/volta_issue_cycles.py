@@ -5,11 +5,11 @@
     python benchmarks/volta_issue_cycles.py --headdim 64 --set tile_n=32 --set num_warps=8      # a variation of ours
 
 Needs no GPU: the machine code is disassembled and the instructions of one tile of keys are counted along the steady
-path, that of a tile with nothing masked which raises no row's maximum. The first run fetches a disassembler and
-PyTorch's wheel (820 MB) with pip and keeps the few megabytes it needs of them. Ours needs NVRTC 12.
+path: nothing is masked, and no row's maximum rises. The first run fetches a disassembler and PyTorch's wheel (820 MB)
+with pip and keeps the few megabytes it needs of them. Ours needs NVRTC 12.
 
-Figures are for 512 tensor cycles of a sub-core, which is what a warp's 256 HMMA instructions take at the peak rate, so
-that kernels with tiles of different sizes can be compared. They are counts, not times:
+Figures are for 512 tensor cycles of a sub-core, the time of a warp's 256 HMMA instructions at the peak rate. So kernels
+with tiles of different sizes can be compared. They are counts, not times:
 
 - "issue cycles" add up the stalls in the control codes: the compiler's own schedule of one warp that never waits for
   memory, a barrier or another warp. Alone on its scheduler, the warp cannot be faster. Two warps fill each other's
@@ -17,15 +17,15 @@ that kernels with tiles of different sizes can be compared. They are counts, not
 - "instructions" are such a bound: a scheduler issues one a cycle, so above 512 the tensor cores must idle, however many
   warps there are.
 
-What is compared with what: PyTorch's kernel runs its products in loops of their own with a barrier in each round, and
-the softmax between them. "Q K^T" and "P V" are these loops. Ours is one piece of straight code, in which a product
-reaches from its first HMMA to its last, with all that the compiler put between: much of the softmax is inside "P V".
-"Both products" therefore flatters PyTorch. The whole tile is the same work in both: everything from one tile of keys to
-the next, with the softmax, the rescaling of results (PyTorch always does, ours only when a maximum rose), loads of the
-next tile, and barriers. Loads that PyTorch's loops switch off in their last trip are issued but not counted as loads.
+PyTorch's kernel runs its products in loops of their own with a barrier in each round, and the softmax between them. "Q
+K^T" and "P V" are these loops. Ours is straight-line code, in which a product counts from its first HMMA to its last,
+with all instructions between: much of the softmax is inside "P V". "Both products" therefore flatters PyTorch. The
+whole tile is the same work in both: all instructions from one tile of keys to the next, with the softmax, the rescaling
+of results (PyTorch always does, ours only when a maximum rose), loads of the next tile, and barriers. Loads that
+PyTorch's loops switch off in their last trip are issued but not counted as loads.
 
 A causal call runs the same kernel as one that is not, ours and PyTorch's alike, and the same path for tiles below the
-diagonal; "whole tile, masked" is that of a tile which the diagonal crosses.
+diagonal; "whole tile, masked" is a tile that the diagonal crosses.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HEADDIMS = (64, 128, 256)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's counts, and what it takes of a multiprocessor."""
+    """A kernel's counts, and the resources of a multiprocessor that it takes."""
 
     title: str
     name: str
@@ -65,7 +65,7 @@ class Kernel:
     function: Function
     full: Tile
     masked: Tile
-    useful: float = 1.0  # share of its tensor cycles that another cut of the work would need too
+    useful: float = 1.0  # share of its tensor cycles that any division of the work needs
 
 
 def main(
@@ -89,7 +89,7 @@ def main(
 
 
 def of_function(title: str, function: Function) -> Kernel:
-    """A kernel whose branches explain themselves, as ours do."""
+    """The counts of a kernel whose paths can be told by its branches, like ours."""
     masked = split(main_loop(function), find_tiles(function)[TileKind.MASKED])
     return Kernel(title, function.name, "", function, count(function), masked)
 
@@ -131,7 +131,7 @@ def _stack_accesses(kernel: Kernel) -> float:
     return sum(instruction.name in ("LDL", "STL") for instruction in kernel.function.instructions)
 
 
-# What is said of each kernel. From the fourth on, for UNIT tensor cycles.
+# Rows of each kernel. From the fourth on, for UNIT tensor cycles.
 ROWS: list[tuple[str, Callable[[Kernel], float | str | None]]] = [
     ("tile: query rows x keys", lambda kernel: kernel.tile or None),
     ("registers", lambda kernel: kernel.function.registers),
@@ -165,12 +165,12 @@ ROWS: list[tuple[str, Callable[[Kernel], float | str | None]]] = [
 
 
 def cells(value: float | str | None) -> str:
-    """A value as the table has it."""
+    """A value as text of the table."""
     return "unknown" if value is None else kernels.cell(value)
 
 
 def rich_table(columns: list[Kernel]) -> Table:
-    """For the terminal."""
+    """A table for the terminal."""
     table = Table(f"for {UNIT} tensor cycles", box=box.SIMPLE_HEAD)
     for kernel in columns:
         table.add_column(kernel.title, justify="right")
@@ -201,7 +201,7 @@ def page(columns: list[Kernel]) -> str:
 
 
 def record(columns: list[Kernel]) -> dict[str, object]:
-    """All counts as they are, of one tile of keys and one warp."""
+    """All counts, for one tile of keys and one warp."""
 
     def described(kernel: Kernel) -> dict[str, object]:
         tiles = {"tile": asdict(kernel.full), "masked_tile": asdict(kernel.masked)}

@@ -14,7 +14,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 def save_word_model(folder: Path, vocab_size: int, **shape: int | float) -> None:
-    """Writes the model and its tokenizer to `folder`; `shape` is that of LlamaConfig."""
+    """Writes the model and its tokenizer to `folder`; `shape`: arguments of LlamaConfig."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"t{token}": token for token in range(3, vocab_size)}}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -30,5 +30,5 @@ def save_word_model(folder: Path, vocab_size: int, **shape: int | float) -> None
 
 
 def words(tokens: list[int]) -> str:
-    """What the tokenizer makes tokens of."""
+    """The text of some tokens."""
     return " ".join(f"t{token}" for token in tokens)

@@ -3,8 +3,8 @@
     pip install '.[transformers]'
     python examples/context_budget.py
 
-The budget here is so small that layers of a tiny model leave the GPU. For a real model give gpu_memory="16GiB" or the
-like: all that the process may take of the GPU, weights included.
+The budget here is so small that layers of a tiny model move to host memory. For a real model give for example
+gpu_memory="16GiB": the GPU memory that the process may take, weights included.
 """
 
 from __future__ import annotations

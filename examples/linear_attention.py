@@ -3,7 +3,7 @@
     pip install '.[transformers]'
     python examples/linear_attention.py
 
-Three of its four layers are gated delta rules, which importing the integration makes ours.
+Three of its four layers are gated delta rules. With the integration imported, fastattention computes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = Qwen3NextConfig(
 
 
 def generate(model: Any, tokens: torch.Tensor, new: int) -> tuple[float, torch.Tensor]:
-    """(milliseconds, all tokens)."""
+    """Generates `new` tokens: (milliseconds, all tokens)."""
     start = time.perf_counter()
     generated = model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=0)
     return 1e3 * (time.perf_counter() - start), generated
@@ -47,7 +47,7 @@ def main() -> None:
     print(f"{'':13} {f'prompt of {PROMPT} tokens':>21} {'each new token':>15}")
     for name, ours in (("fastattention", True), ("torch", False)):
         serve_gated_delta_rule(ours)
-        generate(model, tokens, 2)  # what is slow once
+        generate(model, tokens, 2)  # warms up
         (prefill, _), (whole, generated) = generate(model, tokens, 1), generate(model, tokens, 1 + NEW)
         print(f"{name:13} {prefill:18.1f} ms {(whole - prefill) / NEW:12.1f} ms")
         results.append(generated)

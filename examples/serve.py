@@ -2,7 +2,7 @@
 
     python examples/serve.py
 
-Continuous batching of Transformers, on the model in demo_model/. By HTTP: `fastattention serve MODEL`.
+Continuous batching of Transformers, on the model in demo_model/. For HTTP, use `fastattention serve MODEL`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def load(attention: str) -> Any:
-    """In float32: half types round differently in a batch."""
+    """The model in float32, because 16-bit dtypes round differently in a batch."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation=attention, dtype=torch.float32)
     return model.eval()
 

@@ -36,7 +36,7 @@ def cuda_arch() -> int | None:
 
 
 def ascend_kernels() -> tuple[str, ...]:
-    """FASTATTENTION_ASCEND: who computes on Ascend NPUs, vendor (operators of torch_npu) or triton (ours).
+    """FASTATTENTION_ASCEND: what computes on Ascend NPUs, vendor (operators of torch_npu) or triton (our kernels).
 
     Unset or empty: an operator of torch_npu where one serves the call exactly, our kernels otherwise.
     """
@@ -49,9 +49,9 @@ def ascend_kernels() -> tuple[str, ...]:
 
 
 def check_float16_range() -> bool:
-    """FASTATTENTION_CHECK_RANGE: 1 refuses bfloat16 numbers beyond float16, where the GPU computes in float16.
+    """FASTATTENTION_CHECK_RANGE: 1 refuses bfloat16 values beyond float16, where the GPU computes in float16.
 
-    Every call then waits for the GPU. Unset or empty: such numbers become infinite.
+    Every call then waits for the GPU. Unset or empty: such values become infinite.
     """
     return _switch("FASTATTENTION_CHECK_RANGE", os.environ.get("FASTATTENTION_CHECK_RANGE"))
 
@@ -82,7 +82,7 @@ def kernel_cache() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(caches or Path.home() / ".cache") / "fastattention"
-    except RuntimeError as error:  # of Path.home(): neither HOME nor the user's entry tells one
+    except RuntimeError as error:  # Path.home() raises it when neither HOME nor the user's entry names a folder
         raise ArgumentError(
             "FASTATTENTION_CACHE is not set, and this user has no home folder for what is compiled; "
             "set it to a folder that can be read and written"
@@ -90,10 +90,10 @@ def kernel_cache() -> Path:
 
 
 def peer_to_peer_disabled() -> bool:
-    """NCCL_P2P_DISABLE: 1 keeps GPUs from reading each other's memory directly, as it does NCCL."""
+    """NCCL_P2P_DISABLE: 1 keeps GPUs from reading each other's memory directly, here as in NCCL."""
     return os.environ.get("NCCL_P2P_DISABLE") == "1"
 
 
 def collective_settings() -> dict[str, str]:
-    """Every NCCL_... and HCCL_... variable: on them depends how fast devices exchange data."""
+    """Every NCCL_... and HCCL_... variable: they change how fast devices exchange data."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "HCCL_"))}

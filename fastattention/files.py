@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that others see complete or not at all, and its folder. Raises OSError where that cannot be."""
+    """Writes a file that others see complete or not at all, and makes its folder. Raises OSError."""
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

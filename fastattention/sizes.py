@@ -16,9 +16,9 @@ _BY_UPPER_CASE = {unit.upper(): factor for unit, factor in UNITS.items()}
 def read_bytes(name: str, value: int | str) -> int:
     """Bytes of `value`, which is the argument `name`.
 
-    A number of bytes, or a text: a number, with decimals or without, and a unit. KB, MB, GB and TB are powers of 1000,
-    KiB, MiB, GiB and TiB of 1024; no unit is bytes. The B is a capital, since a b is a bit; other capitals do not
-    matter. Parts of a byte are dropped. Raises ArgumentError for anything else.
+    The value is a number of bytes, or a text: a number, with decimals or without, and a unit. KB, MB, GB and TB are
+    powers of 1000, KiB, MiB, GiB and TiB of 1024; no unit is bytes. The B must be a capital, since b means bits; the
+    case of other letters does not matter. Parts of a byte are dropped. Raises ArgumentError for anything else.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -38,13 +38,13 @@ def read_bandwidth(name: str, value: str) -> int:
 
 
 def _parse(text: str) -> int | None:
-    """Bytes; None for what is no size. A lower-case b is none: 16Gb are gigabits, an eighth of 16GB."""
+    """Bytes of a text; None if it is no size. A lower-case b is not allowed: 16Gb are gigabits, an eighth of 16GB."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?(?-i:B)|)\s*", text, re.ASCII | re.I)
     return None if found is None else int(Decimal(found[1]) * _BY_UPPER_CASE[found[2].upper() or "B"])
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes to read, in units of 1024, with two decimals: "12.55 GiB"."""
+    """A number of bytes as text, in units of 1024, with two decimals: "12.55 GiB"."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit]:
             return f"{count / UNITS[unit]:.2f} {unit}"

@@ -38,7 +38,7 @@ PerHead = int | Sequence[int] | Tensor
 
 # Scores that `recall` holds at a time: 32 MiB in float32, and a few temporaries of that size.
 _CHUNK_ELEMENTS = 2**23
-# A number of tokens that reaches every key, and leaves room to compute with in int64.
+# A number of tokens that reaches every key, with which int64 arithmetic does not overflow.
 _EVERY_KEY = 2**62
 
 
@@ -54,8 +54,8 @@ def streaming(
 ) -> Tensor:
     """The first keys and the last ones before each query: attention sinks and a local window.
 
-    From StreamingLLM (arXiv 2309.17453); with other numbers for each head, the A-shape heads of MInference (arXiv
-    2407.02490). Of seqlen_q=3, seqlen_k=8, sink_tokens=2, local_tokens=3 these pairs are wanted:
+    From StreamingLLM (arXiv 2309.17453); with different numbers for each head, the A-shape heads of MInference (arXiv
+    2407.02490). With seqlen_q=3, seqlen_k=8, sink_tokens=2, local_tokens=3 these pairs are wanted:
 
         1 1 0 1 1 1 0 0
         1 1 0 0 1 1 1 0
@@ -65,7 +65,7 @@ def streaming(
     - `local_tokens`: each query wants that many keys, the last of them on its diagonal.
     - Both are at least 0, and one number for all heads or nheads numbers. A tensor on a GPU is copied to the CPU.
     - `block_size`: (block_m, block_n), or one number for both; multiples of 64. Default 128.
-    - `device`: of the mask. None is torch's default device.
+    - `device`: device of the mask. None is torch's default device.
 
     Returns bool (1, nheads, rows, columns): blocks with a pair that is wanted. Raises ArgumentError for other numbers.
     """
@@ -92,9 +92,10 @@ def strided(
     After Sparse Transformers (arXiv 1904.10509): there one head keeps near keys and another one every stride-th key.
     Here each head keeps both, in blocks. Columns are the same for all queries, as in the fixed pattern of that paper.
 
-    - `stride`: in blocks of keys, at least 1.
+    - `stride`: stride in blocks of keys, at least 1.
     - `local_tokens`: each query wants that many keys, the last of them on its diagonal.
-    - `offset`: the first column that is kept, from 0 to stride - 1. Heads with different ones share the columns out.
+    - `offset`: the first column that is kept, from 0 to stride - 1. Heads with different offsets divide the columns
+      among them.
     - `local_tokens` and `offset` are one number for all heads or nheads numbers.
     - `block_size`, `device`: as in `streaming`.
 
@@ -129,21 +130,21 @@ def top_p_blocks(
 
     - `q`: (batch_size, seqlen_q, nheads, headdim), floating point; `k`: (batch_size, seqlen_k, nheads_k, headdim), of
         its dtype and device. nheads_k divides nheads.
-    - `p`: above 0, at most 1. With 1 every block is kept that has a share.
+    - `p`: above 0, at most 1. With 1, every block that has a share is kept.
     - `causal`: blocks in which a causal mask hides every pair have no share and are dropped.
     - `softmax_scale`: None means headdim ** -0.5.
     - `block_size`: as in `streaming`.
 
     Returns bool (batch_size, nheads, rows, columns). It computes in float32, and no gradient flows through it. Where
     the shares of a block of queries are NaN, every block is kept. Raises ArgumentError for tensors that do not fit and
-    for other p.
+    for any other p.
     """
     scale, causal = _check_scores(q, k, softmax_scale, causal)
     _check_share(p)
     block_m, block_n = read_block_size(block_size)
     blocks = _Blocks.of(q.shape[1], k.shape[1], (block_m, block_n), q.device)
     visible = blocks.visible(causal)
-    if p == 1:  # whatever rounding makes of the sum of all shares
+    if p == 1:  # the sum of all shares may be rounded to less
         return visible.expand(q.shape[0], q.shape[2], -1, -1).contiguous()
     scores = _scores(_means(q.detach(), block_m), _means(k.detach(), block_n), scale)
     shares = scores.masked_fill_(~visible, -math.inf).softmax(dim=-1)
@@ -204,7 +205,7 @@ def density(
     causal: bool = False,
     block_size: BlockSize = DEFAULT_BLOCK_SIZE,
 ) -> float:
-    """The share of blocks that a mask keeps, of those that need work without it.
+    """The share of blocks that a mask keeps, among those that need work without it.
 
     - `block_mask`: bool (any, any, rows, columns) of a call with seqlen_q queries and seqlen_k keys; `block_size`: that
         of its blocks
@@ -221,7 +222,7 @@ def density(
 
 
 class _Blocks(NamedTuple):
-    """Where the blocks of a score matrix lie."""
+    """The positions of the blocks of a score matrix."""
 
     first_diagonal: Tensor  # (rows, 1): key on the diagonal of the block's first query; may lie outside the keys
     last_diagonal: Tensor  # (rows, 1)
@@ -230,12 +231,12 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, seqlen_q: int, seqlen_k: int, block_size: BlockSize, device: torch.device | str | None) -> _Blocks:
-        """Raises ArgumentError for lengths or sizes that cannot be."""
+        """The blocks of a score matrix. Raises ArgumentError for impossible lengths or sizes."""
         seqlen_q, seqlen_k = _at_least("seqlen_q", seqlen_q, 0), _at_least("seqlen_k", seqlen_k, 0)
         block_m, block_n = read_block_size(block_size)
         first_diagonal = torch.arange(0, seqlen_q, block_m, device=device)[:, None] + seqlen_k - seqlen_q
         first_key = torch.arange(0, seqlen_k, block_n, device=device)
-        # The last row and column count as whole blocks. As the diagonal ends in their corner, no comparison differs.
+        # The last row and column count as whole blocks. The diagonal ends in their corner, so no comparison changes.
         return cls(first_diagonal, first_diagonal + block_m - 1, first_key, first_key + block_n - 1)
 
     def causal(self) -> Tensor:
@@ -243,7 +244,7 @@ class _Blocks(NamedTuple):
         return self.first_key <= self.last_diagonal
 
     def visible(self, causal: bool) -> Tensor:
-        """Bool (rows, columns): blocks in which a causal mask, or no mask, leaves a pair."""
+        """Bool (rows, columns): blocks with a pair that is visible under a causal mask, or without a mask."""
         return self.causal() if causal else torch.ones_like(self.causal())
 
     def local(self, tokens: Tensor | int) -> Tensor:
@@ -298,7 +299,7 @@ def _check_scores(q: Tensor, k: Tensor, softmax_scale: float | None, causal: boo
 
 
 def _check_mask(block_mask: Tensor, blocks: _Blocks, leading: tuple[int, int] | None) -> None:
-    """Raises unless it is bool and fits. leading: (batch_size, nheads), for each of which the mask may have 1."""
+    """Raises unless the mask is bool and fits. leading: (batch_size, nheads), for each of which the mask may have 1."""
     given = spec_of("block_mask", block_mask)
     if given.dtype is not torch.bool:
         raise ArgumentError(f"block_mask must be bool, True where a block is kept, got {given.dtype}")
@@ -315,7 +316,7 @@ def _check_mask(block_mask: Tensor, blocks: _Blocks, leading: tuple[int, int] | 
 
 
 def _means(x: Tensor, block: int) -> Tensor:
-    """float32 (batch_size, blocks, heads, headdim): of the tokens in each block of x, fewer in the last."""
+    """float32 (batch_size, blocks, heads, headdim): means of the tokens in each block of x, fewer in the last."""
     whole = x.shape[1] // block
     means = x[:, : whole * block].view(x.shape[0], whole, block, *x.shape[2:]).mean(dim=2, dtype=torch.float32)
     if x.shape[1] == whole * block:
@@ -324,7 +325,7 @@ def _means(x: Tensor, block: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(batch_size, nheads, rows, columns) of float32 q (batch_size, rows, nheads, headdim) and k likewise."""
+    """Scores (batch_size, nheads, rows, columns) of float32 q (batch_size, rows, nheads, headdim) and such k."""
     (batch_size, rows, nheads, headdim), nheads_k = q.shape, k.shape[2]
     grouped = q.view(batch_size, rows, nheads_k, nheads // nheads_k, headdim)
     with torch.autocast(q.device.type, enabled=False):

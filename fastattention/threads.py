@@ -12,12 +12,12 @@ _override: int | None = None
 
 
 def get_num_threads() -> int:
-    """Threads the cpu backend uses: the number set, otherwise torch.get_num_threads()."""
+    """Threads the cpu backend uses: the number that was set, otherwise torch.get_num_threads()."""
     return torch.get_num_threads() if _override is None else _override
 
 
 def set_num_threads(num_threads: int | None) -> None:
-    """Sets the number of threads of the cpu backend, the caller's included; None follows torch.get_num_threads().
+    """Sets the number of threads of the cpu backend, including the caller; None follows torch.get_num_threads().
 
     Results do not depend on it. Raises ArgumentError unless num_threads is None or 1 to MOST_THREADS.
     """

@@ -2,11 +2,11 @@
 
     python scripts/build_cubins.py
 
-Puts cubins where builds of wheels take them from, fastattention/gpu_runtime/cubins, and removes those of other
-sources that are there: for every GPU of chips.py every kernel of prefill whose keys and values are equally wide, and
-the common ones of caches. Machine code runs on every later GPU of its generation, so that of compute capability 8.0
-serves 8.6, 8.7 and 8.9. Needs NVRTC 12, the last that builds for Pascal and Volta, and a few minutes.
-docs/guides/nvidia.md says what the set weighs.
+Writes cubins to fastattention/gpu_runtime/cubins, from which wheels are built, and removes stale ones there. For every
+GPU of chips.py it builds all kernels of prefill with equally wide keys and values, and the common ones of caches.
+Machine code runs on every later GPU of its generation, so code for compute capability 8.0 serves 8.6, 8.7 and 8.9.
+Needs NVRTC 12, the last that builds for Pascal and Volta, and a few minutes. docs/guides/nvidia.md has the size of the
+set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Built(NamedTuple):
 
 
 def main() -> None:
-    """Build the set into the source tree and print what it weighs."""
+    """Build the set into the source tree and print its size."""
     with errors_as_messages():
         wanted = cubins_to_build()
         cache.BUILT_AHEAD.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def cubins_to_build() -> list[Built]:
-    """What the GPUs of chips.py need, each once: those of one generation share."""
+    """The cubins that the GPUs of chips.py need, each once: GPUs of one generation share them."""
     return list(
         dict.fromkeys(
             Built(kernel, target_of(limits))
@@ -64,7 +64,7 @@ def cubins_to_build() -> list[Built]:
 
 
 def is_common(kernel: Variant) -> bool:
-    """Decodes are many and 100 KB each: only what most models ask of them is built ahead. No wide heads either."""
+    """Whether a kernel is built ahead. Decodes are many, 100 KB each: only common ones are, and no wide heads."""
     if isinstance(kernel, AppendConfig):
         return kernel.columns <= WIDEST_OF_A_WARP
     if not isinstance(kernel, KernelConfig):

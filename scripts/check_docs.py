@@ -1,7 +1,7 @@
 """Checks README.md, CONTRIBUTING.md, CHANGELOG.md and docs/: sentences, table cells, links.
 
 A sentence may have 35 words and a table cell 160 characters, both counted as a reader sees them: a link counts as its
-text, a span of code as one word. A link to a file or a heading must lead somewhere. Code blocks are not prose.
+text, a span of code as one word. A link to a file or a heading must have a target. Code blocks are not prose.
 docs/decisions/archive holds raw tables and is left out. Prints file:line for each finding, and exits with 1 if any.
 """
 
@@ -23,7 +23,7 @@ ARCHIVE = "docs/decisions/archive/"
 
 FENCE = re.compile(r"\s*(```+|~~~+)")
 LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
-CONTAINER = re.compile(r"\s*(?:!!!|\?\?\?\+?|===)\s")  # admonitions and tabs: what is indented below them is prose
+CONTAINER = re.compile(r"\s*(?:!!!|\?\?\?\+?|===)\s")  # admonitions and tabs: indented text below them is prose
 API_OBJECT = re.compile(r":::\s+(\S+)")  # documented from its docstring
 BLOCK_STARTS = ("|", "#", ":::", "!!!", "???", "===")
 HEADING = re.compile(r"(#{1,6})\s+(.*?)\s*#*$")
@@ -39,7 +39,7 @@ ABBREVIATIONS = ("e.g.", "i.e.", "etc.", "vs.", "cf.", "approx.", "resp.", "no."
 
 
 class Finding(NamedTuple):
-    """What is wrong on a line of a file."""
+    """A problem on a line of a file."""
 
     file: str
     line: int
@@ -50,23 +50,23 @@ class Finding(NamedTuple):
 
 
 class Paragraph(NamedTuple):
-    """Prose between two breaks. Lines are kept, so that a sentence can be found again."""
+    """Prose between two breaks. Lines are kept, so that a sentence can be located."""
 
     line: int
     text: str
 
 
 class Page(NamedTuple):
-    """What a Markdown file holds, code blocks left out."""
+    """The contents of a Markdown file, without code blocks."""
 
     paragraphs: list[Paragraph]
-    rows: list[Paragraph]  # of tables
+    rows: list[Paragraph]  # rows of tables
     anchors: frozenset[str]
-    objects: tuple[str, ...]  # whose documentation is inserted
+    objects: tuple[str, ...]  # names of objects whose documentation is inserted
 
 
 def read_page(text: str) -> Page:
-    """Divides Markdown into prose, rows of tables, and what links may point to."""
+    """Divides Markdown into prose, rows of tables, and targets of links."""
     paragraphs: list[Paragraph] = []
     rows: list[Paragraph] = []
     anchors, objects = [], []
@@ -107,7 +107,7 @@ def read_page(text: str) -> Page:
 
 
 def _without_code(text: str) -> Iterator[str]:
-    """Lines, those of fenced code blocks, HTML comments and a front matter empty."""
+    """Lines, with those of fenced code blocks, HTML comments and front matter empty."""
     text = re.sub(r"\A---\n.*?\n---\n", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
     fence = ""
@@ -125,7 +125,7 @@ def _without_code(text: str) -> Iterator[str]:
 
 
 def _numbered(slugs: Iterator[str]) -> Iterator[str]:
-    """Slugs of headings; those that repeat get a number, both as Python-Markdown and as GitHub write it."""
+    """Slugs of headings; those that repeat get a number, as Python-Markdown and as GitHub write it."""
     seen: dict[str, int] = {}
     for each in slugs:
         count = seen.get(each, 0)
@@ -141,7 +141,7 @@ def slug(heading: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Markdown as it is read: the text of links, code as it stands. Keeps its lines."""
+    """Markdown as readers see it: the text of links, code unchanged. Keeps its lines."""
     text = IMAGE.sub("", text)
     return LINK.sub(r"\1", re.sub(r"\*\*|<[^>\n]+>", "", text))
 
@@ -170,7 +170,7 @@ def _located(paragraph: Paragraph, text: str, start: int, end: int) -> Paragraph
 
 
 def cells(row: str) -> list[str]:
-    """Cells of a row of a table, as they are read."""
+    """Cells of a row of a table, as readers see them."""
     masked = CODE_SPAN.sub(lambda match: match[0].replace("|", "\0"), row.replace("\\|", "\0"))
     return [visible(cell).replace("`", "").replace("\0", "|").strip() for cell in masked.strip().strip("|").split("|")]
 

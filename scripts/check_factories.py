@@ -1,4 +1,4 @@
-"""Checks that every tensor the package makes names its device and dtype, so that no default of the user changes it.
+"""Checks that every tensor the package makes names its device and dtype, so that the user's defaults do not change it.
 
 python scripts/check_factories.py            # the package
 python scripts/check_factories.py FILE ...
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Functions of torch that make a tensor by torch.get_default_device() or torch.get_default_dtype() where none is named.
+# Functions of torch that use torch.get_default_device() or torch.get_default_dtype() where none is named.
 FACTORIES = frozenset(
     "arange as_tensor asarray complex empty empty_permuted empty_strided eye full linspace logspace ones rand randint "
     "randn randperm range scalar_tensor tensor tril_indices triu_indices zeros".split()

@@ -1,4 +1,4 @@
-"""A page that a script generates: written, or with --check compared with what stands there. Needs no packages."""
+"""A page that a script generates: written, or with --check compared with the committed one. Needs no packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def write_or_check(path: Path, page: str, arguments: Sequence[str], command: str) -> int:
     """Writes `page`, or with --check compares it. Returns 1 if it is stale.
 
-    command: what writes it, for whoever is told so
+    command: the command that writes it, for the message
     """
     if list(arguments) == ["--check"]:
         stale = not path.exists() or path.read_text(encoding="utf-8") != page

@@ -1,6 +1,6 @@
-"""Hook of mkdocs: rewrites links to files outside docs/, which the site does not hold.
+"""Hook of mkdocs: rewrites links to files outside docs/, which are not on the site.
 
-Pages link to them by relative paths, which work wherever the source tree is read. On the site such a link leads to the
+Pages link to them by relative paths, which work in the source tree. On the site such a link leads to the
 project's address: `Source` under [project.urls] in pyproject.toml. While that is unset, the link becomes plain text.
 """
 

@@ -8,9 +8,9 @@
 tests/mutants/*.toml has one table per mutant, one file per area:
 
     [name]
-    file = "fastattention/attention/merge.py"   # what is broken
+    file = "fastattention/attention/merge.py"   # the file that is broken
     old = "a + b"                     # text that occurs once in it
-    new = "a - b"                     # what takes its place
+    new = "a - b"                     # its replacement
     why = "Merging adds up"           # the promise that is broken
     tests = ["tests/unit/test_merge.py"]  # files, folders, or ids of tests
     words = ["adds"]                  # optional: only tests whose id contains one of these
@@ -52,7 +52,7 @@ ENVIRONMENTS = {"main": ".venv", "ascend": ".venv-ascend"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One break, and the tests that must notice it."""
+    """One mutation, and the tests that must notice it."""
 
     name: str
     area: str
@@ -77,7 +77,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant. tier: of the test that failed; None when none did."""
+    """The result of a mutant. tier: that of the test that failed; None when none did."""
 
     mutant: Mutant
     tier: str | None
@@ -86,7 +86,7 @@ class Result:
 
 
 class BrokenRunError(Exception):
-    """Tests could not run, which says nothing about the mutant."""
+    """Raised when tests could not run, which says nothing about the mutant."""
 
 
 def read_mutants() -> list[Mutant]:
@@ -100,7 +100,7 @@ def read_mutants() -> list[Mutant]:
 
 
 def misfits(mutants: Sequence[Mutant]) -> list[str]:
-    """What is wrong with the lists themselves: names given twice, and text that is not found once."""
+    """Errors in the lists: names given twice, and text that does not occur exactly once."""
     problems = []
     names = [mutant.name for mutant in mutants]
     problems += [f"{name}: the name is given twice" for name in sorted({n for n in names if names.count(n) > 1})]
@@ -120,7 +120,7 @@ def misfits(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def empty_selections(mutants: Sequence[Mutant]) -> list[str]:
-    """Selections without a test, by one collection of all their files; those of other environments are not checked."""
+    """Selections without a test, by one collection of all their files; other environments are not checked."""
     mutants = [mutant for mutant in mutants if mutant.env == "main"]
     files = sorted({test.partition("::")[0] for mutant in mutants for test in mutant.tests})
     command = [
@@ -161,7 +161,7 @@ class Copy:
         shutil.copy2(self._library, self._intact)
 
     def _sync(self) -> None:
-        """Files that git knows or would take, without touching those that are as they were."""
+        """Copies files that git tracks or would track, without touching unchanged ones."""
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT, capture_output=True, text=True, check=True,
@@ -179,9 +179,9 @@ class Copy:
                 path.unlink()
 
     def _make_environment(self, name: str) -> None:
-        """An environment whose path is the copy and the packages of the original, without what is installed editable.
+        """Makes an environment with the copy and the packages of the original, without editable installations.
 
-        A line of a .pth file joins the path by itself; the .pth files in the folder that it names are not read.
+        A line of a .pth file is added to the path; .pth files in the folder that it names are not read.
         """
         if not (COPY / name).exists():
             venv.create(COPY / name, symlinks=True)
@@ -190,9 +190,9 @@ class Copy:
         (target / "copy.pth").write_text(f"{COPY}\n{packages}\n")
 
     def build(self) -> None:
-        """Builds the native library, as far as it is not up to date. Raises BrokenRunError."""
+        """Builds the native library where it is out of date. Raises BrokenRunError."""
         if not (NATIVE / "CMakeCache.txt").exists():
-            # Compiles in a third of the time of -O3. Kernels inline by attribute, and their results stay the same.
+            # This compiles in a third of the time of -O3. Kernels inline by attribute, so their results stay the same.
             optimize = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
             _checked(["cmake", "-S", str(COPY), "-B", str(NATIVE), *optimize])
         _checked(["cmake", "--build", str(NATIVE), "--parallel", str(len(os.sched_getaffinity(0)))])

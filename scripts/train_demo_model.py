@@ -31,7 +31,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 SEPARATOR, HELD_OUT_ONE_IN = 0, 20  # byte 0 never occurs in a source file
-# Tables written by programs (code pages, the text of help()) and other people's packages are not what we model.
+# Tables written by programs (code pages, the text of help()) and third-party packages are left out.
 EXCLUDED_DIRECTORIES = frozenset({"__pycache__", "dist-packages", "encodings", "pydoc_data", "site-packages"})
 
 WARMUP_STEPS = 100
@@ -139,7 +139,8 @@ def build_model(options: Options) -> LlamaForCausalLM:
         num_key_value_heads=options.hidden_size // 128,
         head_dim=64,
         max_position_embeddings=options.seqlen,
-        # A larger base than the usual 10,000 leaves more of a head nearly still over a window, free to match content.
+        # With a larger base than the usual 10,000, more dimensions of a head hardly rotate within a window, and can
+        # match content.
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         tie_word_embeddings=True,
         bos_token_id=SEPARATOR,
@@ -237,7 +238,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, options: Options) -> list[Cur
 
 
 def evaluate_stored(corpus: Corpus, options: Options) -> Evaluation:
-    """Load what was written and measure it. Windows overlap, so that every context bucket scores the same text."""
+    """Load the stored weights and measure them. Windows overlap, so that every context bucket scores the same text."""
     model = LlamaForCausalLM.from_pretrained(options.output_dir, dtype=torch.float32)
     nn.Module.to(model, options.device)
     by_position = bits_by_position(model, corpus.validation, options.seqlen, options.seqlen // CONTEXT_BUCKETS)
@@ -383,7 +384,7 @@ def main() -> None:
     model = build_model(options)
     print(f"{model.num_parameters():,} parameters; {len(corpus.train):,} bytes, {len(corpus.validation):,} held out")
     if corpus.train.is_cuda:
-        # Layer by layer, not the whole model: outside a compiled part Transformers leaves the causal mask to SDPA.
+        # Layers are compiled one by one: outside a compiled part Transformers lets SDPA make the causal mask.
         for layer in model.model.layers:
             layer.compile(dynamic=False)
     curve = train(model, corpus, options)

@@ -2,7 +2,7 @@
 
     python scripts/write_cli_reference.py
 
-A test compares the page with what this would write.
+A test compares the page with the output of this script.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _section(name: str, function: Callable[..., Any]) -> str:
 def _rows(function: Callable[..., Any]) -> Iterator[str]:
     hints = typing.get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
-        if hints[name] is typer.Context:  # no option, but those of another command
+        if hints[name] is typer.Context:  # stands for the options of another command
             continue
         kind, info = typing.get_args(hints[name])
         given = [each for each in (info.default, *(info.param_decls or ())) if str(each).startswith("-")]
@@ -79,7 +79,7 @@ def _default(value: object) -> str:
 
 
 def _choices(kind: Any) -> str:
-    """What an enumeration allows, in brackets."""
+    """The values of an enumeration, in brackets."""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union, list) else (kind,)
     allowed = [member.value for each in kinds if isinstance(each, type) and issubclass(each, Enum) for member in each]
     return f" One of {', '.join(f'`{value}`' for value in allowed)}." if allowed else ""

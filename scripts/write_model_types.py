@@ -19,7 +19,7 @@ from generated_page import write_or_check
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "model-types.md"
 RESULTS = ROOT / "tests" / "integrations" / "sweep" / "results.json"
-LONGEST = 110  # characters of a reason
+LONGEST = 110  # most characters of a reason
 INTRODUCTION = """# Model types
 
 Which model types of Transformers `attn_implementation="fast_attention"` serves. `python scripts/write_model_types.py`
@@ -63,14 +63,14 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def _checks(result: dict[str, Any], beginning: str) -> Iterator[tuple[str, str]]:
-    """(check, why) of the checks that came out like that."""
+    """(check, why) of the checks whose result starts with `beginning`."""
     for name, value in result.get("checks", {}).items():
         if value.startswith(beginning):
             yield name, value.partition(": ")[2]
 
 
 def _reason(text: str) -> str:
-    """One line of an error, as a table cell; without the exception's name, and what to do about it."""
+    """One line of an error, as a table cell, without the exception's name and its advice."""
     text = text.partition(": ")[2] if text.split(":")[0].isidentifier() else text
     text = text.split("; ")[0].replace("transformers.models.", "").replace("|", "/").replace("`", "'").strip()
     text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " ..."

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "internals" / "tree.md"
 FOLDERS = ("fastattention", "benchmarks", "scripts")
 HEADERS = {".hpp", ".cuh", ".h"}
 SOURCES = {".py", ".cpp", *HEADERS}
-LONG = 120  # characters; of a longer sentence only what comes before its colon is shown
+LONG = 120  # characters; a longer sentence is cut at its colon
 INTRODUCTION = """# Source tree
 
 `python scripts/write_tree.py` generates this page from docstrings and opening comments.

@@ -1,4 +1,4 @@
-"""Which tests a run selects, and how many random cases: `--tier` quick, all or deep; tiers.py says what they are."""
+"""Selects tests and the number of random cases by `--tier`: quick, all or deep (tiers.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from tiers import Tier, select, tier_of
 
-# The same random cases every time; those of `explore`, the profile of the deep tier, are new ones.
+# Random cases are the same every time, except in `explore`, the profile of the deep tier.
 for name, examples in {"quick": 15, "all": 30}.items():
     hypothesis.settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell that runs tests in the background has them ignore interrupts, and so would the processes that they start.
+    # In the background of a shell, tests and the processes that they start would ignore interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--hypothesis-profile") is None:

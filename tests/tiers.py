@@ -9,7 +9,7 @@ combinations of parameters:
     deep    the whole product
 
 A parameter whose value has `sampled_by`, such as a case of the conformance list, counts by these values: its head
-dimension, its mask, how it lies in memory. Tests of every instruction set are sampled without a mark, so that the quick
+dimension, its mask, its memory layout. Tests of every instruction set are sampled without a mark, so that the quick
 tier does not grow with their number: each combination of their other parameters runs there on one of them.
 """
 
@@ -28,8 +28,11 @@ R = TypeVar("R")
 
 FEW = 10  # values of an axis that is paired with others; a longer one, such as 40 lengths, is a list of its own
 BUDGET = 3  # `all` runs at most this many times as many combinations as `quick`
-CANDIDATES, PAIR_CANDIDATES = 100, 24  # among which the next one is chosen: more make samples smaller, and slower
-MACHINE_AXES = ("isa", "engine")  # whose number of values depends on the machine
+CANDIDATES, PAIR_CANDIDATES = (
+    100,
+    24,
+)  # candidates for the next combination: more make samples smaller, and slower
+MACHINE_AXES = ("isa", "engine")  # axes whose number of values depends on the machine
 
 slow = pytest.mark.slow
 deep = pytest.mark.deep
@@ -64,7 +67,7 @@ def _lowest_tier(item: pytest.Item) -> Tier:
 
 
 def _selected(items: list[pytest.Item], tier: Tier) -> list[pytest.Item]:
-    """What a tier runs of one test."""
+    """The combinations of one test that a tier runs."""
     if len(items) < 2:
         return items
     if items[0].get_closest_marker("sampled"):
@@ -86,7 +89,7 @@ def _others(item: pytest.Item) -> str:
 
 
 def _on_one_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Each combination of other parameters on one instruction set, which follows from the test's name and its place."""
+    """Each combination of other parameters on one instruction set, which depends on the test's name and position."""
     by_others: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_others.setdefault(_others(item), []).append(item)
@@ -100,10 +103,10 @@ def covering(
     each: Callable[[R], Hashable] | None = None,
     parameters: Callable[[R], Mapping[Any, object]] = lambda run: dict(enumerate(run)),  # type: ignore[call-overload]
 ) -> list[R]:
-    """What a tier runs of combinations of parameters, e.g. of (case, engine, dtype): the same ones every time.
+    """The combinations of parameters that a tier runs, e.g. of (case, engine, dtype): the same ones every time.
 
-    each: what else is seen in every tier, such as the name of a case where each case is to run. It is not paired.
-    parameters: those of a combination, by name; by default a tuple's, by position.
+    each: a value that must occur in every tier, such as the name of a case where each case is to run. It is not paired.
+    parameters: the parameters of a combination, by name; by default the elements of a tuple, by position.
     """
     runs = list(runs)
     if tier is Tier.DEEP:
@@ -131,7 +134,7 @@ def covering_promises(tier: Tier, runs: Sequence[R], path_of: Callable[[R], str]
 
 
 def _axes(parameters: Mapping[Any, object]) -> list[tuple[Hashable, Hashable]]:
-    """(axis, value) of parameters. Values are told apart by repr: not all of them can be hashed."""
+    """(axis, value) of parameters. Values are compared by repr, because not all can be hashed."""
     found: list[tuple[Hashable, Hashable]] = []
     for name, value in parameters.items():
         axes = getattr(value, "sampled_by", None)
@@ -140,7 +143,7 @@ def _axes(parameters: Mapping[Any, object]) -> list[tuple[Hashable, Hashable]]:
 
 
 class _Sample:
-    """Combinations are added one at a time: of the next few candidates, the one that shows most that is new."""
+    """A sample of combinations, which adds one at a time: of the next candidates, the one with the most new values."""
 
     def __init__(self, rows: list[list[tuple[Hashable, Hashable]]], each: list[Hashable] | None) -> None:
         codes: dict[tuple[Hashable, Hashable], int] = {}
@@ -155,11 +158,11 @@ class _Sample:
         self._seen_pairs: set[tuple[int, int]] = set()
 
     def add_values(self) -> None:
-        """Until every value is seen."""
+        """Adds combinations until every value is seen."""
         self._add(self._new_values, len(self.values), CANDIDATES)
 
     def add_pairs(self, most: int) -> None:
-        """Until every pair of values is seen, or `most` combinations are chosen."""
+        """Adds combinations until every pair of values is seen, or `most` are chosen."""
         self._add(self._new_pairs, most, PAIR_CANDIDATES)
 
     def _new_values(self, i: int) -> int:
@@ -169,7 +172,7 @@ class _Sample:
         return sum(pair not in self._seen_pairs for pair in itertools.combinations(self.paired[i], 2))
 
     def _add(self, gain: Callable[[int], int], most: int, num_candidates: int) -> None:
-        # An order that keeps no step with lists in which, say, two sizes alternate.
+        # The order avoids patterns of lists in which, say, two sizes alternate.
         queue = sorted(set(range(len(self.values))) - set(self.chosen), key=lambda i: zlib.crc32(b"%d" % i))
         while queue and len(self.chosen) < most:
             candidates: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """Write the benchmark pages of the documentation and README's chart from benchmarks/results.
 
 python benchmarks/pages            # write them
-python benchmarks/pages --check    # write nothing; fail where a committed page differs from what the results give
+python benchmarks/pages --check    # write nothing; fail where a committed page is stale
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where a file differs.")] = False,
     docs: Annotated[Path, typer.Option(help="The folder of the documentation.")] = DOCS,
 ) -> None:
-    """Write all pages and the chart, or compare them with what is there."""
+    """Write all pages and the chart, or compare them with the committed files."""
     built = {docs / name: build() for name, build in BUILDERS.items()}
     if not check:
         for path, text in built.items():

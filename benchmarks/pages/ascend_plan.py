@@ -1,4 +1,4 @@
-"""The page of what a simulator predicts of an Ascend NPU."""
+"""The page of a simulator's predictions for an Ascend NPU."""
 
 from __future__ import annotations
 

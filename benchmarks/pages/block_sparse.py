@@ -1,4 +1,4 @@
-"""The page of block masks: times by density, and what each pattern keeps and loses."""
+"""The page of block masks: times by density, and the accuracy of each pattern."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build() -> str:
 
 
 def _times(result: Result) -> list[str]:
-    """A section of times: what was measured, the table, where it comes from, what it says."""
+    """A section of times: the setup, the table, its source, and findings."""
     data = result.data
     on_gpu = bool(result.machine["gpus"])
     what = TIMES.format_map({**data, "packing": "" if on_gpu else ", packing keys and values"})
@@ -104,7 +104,7 @@ def _rows_of_times(record: dict[str, Any]) -> Iterable[list[str]]:
 
 
 def _below(records: list[dict[str, Any]]) -> str:
-    """What is lost at the lowest density."""
+    """The loss at the lowest density."""
     lowest = min(records[0]["densities"], key=float)
     over = " and ".join(
         f"{one['seconds'][f'ours {lowest}'] / (one['densities'][lowest] * one['seconds']['dense']):.2f} times"
@@ -136,7 +136,7 @@ def _reading(data: dict[str, Any]) -> str:
 
 
 def _text(result: Result) -> list[str]:
-    """What patterns keep of the demo model's attention, one table for each size of blocks."""
+    """The attention of the demo model that patterns keep, one table for each block size."""
     text = result.data["text"]
     blocks = ["## What patterns lose of a text", TEXT.format_map(text)]
     headings = ["pattern", "density", "recall", "lowest head", "bits per byte", "second half"]
@@ -150,7 +150,7 @@ def _text(result: Result) -> list[str]:
 
 
 def _text_findings(text: dict[str, Any], block: int) -> str:
-    """What the tables say of a size of blocks."""
+    """Findings for a block size."""
     of = {one["pattern"]: {**one, "lost": one["bits"] - text["bits"]} for one in _of_block(text["records"], block)}
     return TEXT_FINDINGS.format(
         block=block, chosen=of["top_p_blocks, 0.9"], window=of["streaming, 128 sinks + 1024 local"],
@@ -159,7 +159,7 @@ def _text_findings(text: dict[str, Any], block: int) -> str:
 
 
 def _bits(one: dict[str, Any], dense: dict[str, Any]) -> list[str]:
-    """Bits per byte, and in brackets how many more than dense attention has."""
+    """Bits per byte, and in brackets the increase over dense attention."""
     names = ("bits", "bits_second_half")
     return [f"{one[name]:.3f}" + (f" ({one[name] - dense[name]:+.3f})" if one is not dense else "") for name in names]
 
@@ -191,7 +191,7 @@ def _identifiers(result: Result) -> list[str]:
 
 
 def _needles(result: Result) -> list[str]:
-    """Which needles are found, and what that makes of the output."""
+    """The needles that are found, and the errors of the output."""
     every = result.data["needles"]
     longest = max(one["tokens"] for one in every)
     kinds = [one for one in every if one["tokens"] == longest]

@@ -1,6 +1,6 @@
 """Bars of ratios on a logarithmic axis, gains to the right and losses to the left, as SVG.
 
-Written as text, without a plotting library, so that it is the same bytes on every machine.
+It is written as text, without a plotting library, so that it has the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Chart:
-    """A whole picture. ticks: of the axis, from its lowest to its highest ratio; 1 is among them."""
+    """A whole picture. ticks: ratios on the axis, from the lowest to the highest, with 1 among them."""
 
     title: str
     subtitle: str
@@ -87,7 +87,7 @@ class Chart:
 
     def _group(self, group: Group, top: int) -> list[str]:
         parts = [
-            # White, so that the grid does not run through the heading.
+            # A white box keeps the grid from running through the heading.
             f'<rect x="{MARGIN}" y="{top + 4}" width="{WIDTH - 2 * MARGIN}" height="22" fill="#ffffff"/>',
             _text(MARGIN, top + 20, group.heading, 14, INK, "600", end=group.faint),
         ]

@@ -10,7 +10,7 @@ from .markdown import number, page, percent, ratio, seconds, table, tokens
 from .results import Result
 
 OURS = "fastattention"
-# Names of the result files, and what a reader of the page knows the thing by.
+# Names of the result files, and their names on the page.
 HEADINGS = {
     "fastattention, packed cache": "`PackedKVStore`",
     "fastattention, tokens first": "ours, tokens first",
@@ -159,7 +159,7 @@ def _model_times(rows: list[dict[str, Any]]) -> str:
 
 
 def _model_shares(rows: list[dict[str, Any]]) -> str:
-    """With the noise, and how much of a token is attention."""
+    """The speedup of whole models, with the noise and attention's share of a token."""
     cells = []
     for row in rows:
         times, shares = row["seconds"], row["attention_seconds"]

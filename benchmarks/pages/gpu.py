@@ -12,14 +12,14 @@ PREFILL_INTRODUCTION = f"""\
 16384 tokens in all, hidden size 2048, float16. Figures are useful TFLOPS (a causal mask counts half), medians of rounds
 in which all kernels take turns in one process, timed by the GPU. `sm80` is our code path for Ampere and newer.
 `sm75` is our path for Turing, run on the same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are
-the three kernels behind torch's SDPA ("flash", "cudnn", "efficient"); CUTLASS is what Turing and Volta owners have.
+the three kernels of torch's SDPA ("flash", "cudnn", "efficient"); CUTLASS is what Turing and Volta owners have.
 **Bold** ratios are losses: cuDNN uses Hopper's own matrix instructions, and our kernels do not.
 {NOT_MEASURED}"""
 BACKWARD_INTRODUCTION = f"""\
 Gradients of q, k and v: 16384 tokens in all, hidden size 2048, float16. Figures are useful TFLOPS: 2.5 times the
 operations of the forward, of which a causal mask counts half. Medians of rounds in which all kernels take turns in
 one process, timed by the GPU. `sm80` is our code path for Ampere and newer. `sm75` is our path for Turing, run on the
-same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are the three kernels behind torch's SDPA.
+same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are the three kernels of torch's SDPA.
 Our gradients are the same bits in every run; theirs add in any order unless asked otherwise. **Bold** ratios are
 losses: ours compute seven products, theirs five ([decision](../decisions/0062-compute-gradients-by-two-kernels-on-
 gpus.md)). From Hopper on, plain calls with gradients go to cuDNN by themselves.

@@ -19,14 +19,14 @@ head. Inputs are float32, so that int8 products are all that rounds. They were c
 {int8_by}. "Not smoothed" is the same formula with the mean left on the keys. Attention in bfloat16 and float16 is plain
 torch's: q, k, v, scores and weights are rounded to 16 bits. Kernels that keep scores in float32 are closer."""
 ROWS = """\
-Made numbers are normal, {heads} heads, {seqlen} tokens. "Offset" adds {offset:.0f} standard deviations to {channels}
+Random elements are normal, {heads} heads, {seqlen} tokens. "Offset" adds {offset:.0f} standard deviations to {channels}
 channels of every key, or of every query. "Wide channels": {channels} are {wide:.0f} times as wide in keys, and as much
 narrower in queries. The demo model (4 layers, 4 heads of 64, byte level) reads {tokens} bytes of a source file
 that it has not seen: all layers and heads."""
 COSINE = "Cosine similarity of a head's whole output, 1 at best:"
 L1 = "Relative L1, the sum of absolute differences over that of absolute values:"
 FINDINGS = """\
-On normal numbers of headdim 128 the relative L1 is {normal:.1f} times that of bfloat16, and on the demo model
+On normal elements at headdim 128 the relative L1 is {normal:.1f} times that of bfloat16, and on the demo model
 {demo:.1f} times. An offset that all keys share costs nothing with smoothing; without it the error is
 {offset[0]:.1%} instead of {offset[1]:.1%}. Smoothing does not help wide channels ({wide:.1%}), nor an offset in queries
 ({queries:.1%}): there one scale serves large and small elements alike."""
@@ -56,7 +56,7 @@ def build() -> str:
 
 
 def relative_l1(data: dict[str, Any], numbers: str, method: str, headdim: int = 128) -> float:
-    """The mean over heads."""
+    """The relative L1 error, averaged over heads."""
     (error,) = (
         float(one["relative_l1"])
         for one in data["errors"]
@@ -89,7 +89,7 @@ def _error_table(errors: list[dict[str, Any]], name: str, cell: str) -> str:
     for one in errors:
         row = rows.setdefault((one["numbers"], one["headdim"]), [one["numbers"], str(one["headdim"])])
         row.append(cell.format(one[name], one[f"{name}_worst_head"]))
-    return table(["numbers", "headdim", *METHODS], rows.values())
+    return table(["elements", "headdim", *METHODS], rows.values())
 
 
 def _model(result: Result) -> list[str]:
@@ -110,7 +110,7 @@ def _model(result: Result) -> list[str]:
 
 
 def _times(name: str, heading: str) -> list[str]:
-    """A section of times; nothing where they have not been measured."""
+    """A section of times; empty where they have not been measured."""
     if not (results.RESULTS / f"{name}.json").exists():
         return []
     result = Result.load(name)

@@ -11,7 +11,7 @@ from .results import Result
 OURS, FLA, TRANSFORMERS, TORCH = "fastattention", "fla", "Transformers", "torch"
 FILES = {"linear_cpu": "On a CPU", "linear_gpu": "On a GPU"}
 INTRODUCTION = """\
-Gated linear attention (GLA) and the gated delta rule, 16 heads of 128 x 128, with a state before and behind. Peers are
+Gated linear attention (GLA) and the gated delta rule, 16 heads of 128 x 128, with a state before and after. Peers are
 the function of Transformers' models, flash-linear-attention ("fla") where it runs, and our own fallback in operations
 of torch. Calls take turns in one process; **bold** ratios are losses. The [guide](../guides/linear-attention.md) says
 how to call it."""
@@ -33,7 +33,7 @@ def build() -> str:
 
 
 def _section(name: str, heading: str) -> list[str]:
-    """Of a device; nothing where it has not been measured."""
+    """The section of a device; empty where it has not been measured."""
     if not (results.RESULTS / f"{name}.json").exists():
         return []
     result = Result.load(name)

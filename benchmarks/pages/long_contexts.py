@@ -20,12 +20,12 @@ layers in host memory. Policies take turns; figures are medians of steps. "Class
 memory, read ahead, double-buffered. In brackets stands what the planner predicted from the bandwidths measured before
 each row. Host memory bandwidth is the limit, and hosts differ: two sets of tables come from two hosts of one kind, both
 virtual machines. At 32K keys of LLaMA-3-8B a thread in Python holds the hybrid up. **Bold** ratios are losses. Keys and
-values are random numbers, not computed from a prompt, except in the last table. No V100 has been measured."""
+values are random, not computed from a prompt, except in the last table. No V100 has been measured."""
 
 GENERATE = """\
 Models of Transformers with random weights and a `FastAttentionCache`; the prompt is computed in chunks of 8,192 tokens.
 The weights of LLaMA-3-8B leave 1 GiB of 16, where the chunks have 2,048. PanGu-38B is one rank's share of eight: the
-GPU stands for one of 8, communicates with nobody, and has the whole host to itself. Its sizes are our guesses, since
+GPU stands for one of 8, does not communicate, and has the whole host to itself. Its sizes are our guesses, since
 they are not published. Plans are by bandwidths measured in the same process. Steps take 1.2 to 1.3 times as long as
 planned. About half of the difference is Python's: the plan assumes 100 microseconds a layer beside its reads, and a
 layer of Transformers takes some 550 on this host."""
@@ -44,7 +44,7 @@ def build() -> str:
 
 
 def build_chart() -> str:
-    """long-contexts.svg: both policies beside classical, on the slower host."""
+    """long-contexts.svg: both policies relative to classical, on the slower host."""
     result = Result.load("long_context")
     groups = []
     for policy, how in (("cooperative", "the CPU attends"), ("hybrid", "the CPU attends, the GPU uploads the rest")):

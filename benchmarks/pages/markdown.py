@@ -14,7 +14,7 @@ def page(title: str, *blocks: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
-    """The first `text_columns` are aligned to the left, numbers to the right."""
+    """A table whose first `text_columns` are aligned to the left, others to the right."""
     rules = ["---"] * text_columns + ["--:"] * (len(headings) - text_columns)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows))
 
@@ -28,14 +28,14 @@ def ratio(value: float | None) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Rounded to so many digits, with no exponent: 1234, 12.3, 0.120."""
-    rounded = float(f"{value:.{digits - 1}e}")  # first, or 0.9999 would have a digit more than 1.00
+    """A number rounded to `digits` digits, without an exponent: 1234, 12.3, 0.120."""
+    rounded = float(f"{value:.{digits - 1}e}")  # rounded first, because 0.9999 would have a digit more than 1.00
     decimals = digits - 1 - math.floor(math.log10(abs(rounded))) if rounded else 0
     return f"{value:.{max(decimals, 0)}f}"
 
 
 def seconds(value: float) -> str:
-    """With the unit that leaves three digits."""
+    """A time in the unit that gives three digits."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if value * factor < 999.5:
             return f"{number(value * factor)} {unit}"
@@ -43,7 +43,7 @@ def seconds(value: float) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share; a dash where there is none."""
+    """A share in per cent; a dash for None."""
     return "-" if value is None else f"{value:.0%}"
 
 

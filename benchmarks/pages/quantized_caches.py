@@ -11,8 +11,8 @@ from .results import Result
 CACHES = ("int8", "float8", "float16", "bfloat16")
 INTRODUCTION = """\
 A cache of int8 or float8 (e4m3) has one float32 scale a token and head. The first table says what storing costs: the
-error against the numbers before they were stored, with q in float32 so that nothing else rounds. The demo model reads a
-source file that it has not seen. The other rows are normal numbers in which four channels may be 20 to 50 times the
+error against the values before they were stored, with q in float32 so that nothing else rounds. The demo model reads a
+source file that it has not seen. The other rows are normal values in which four channels may be 20 to 50 times the
 others. The second table says what arithmetic costs, given what is stored. Times are medians of calls that take turns
 on a shared virtual machine; **bold** ratios are losses. No T4, V100 or P100 has been measured."""
 
@@ -45,7 +45,7 @@ def _errors(records: list[dict[str, Any]]) -> str:
         found = {one["cache"]: one for one in group}
         unit = found["int8"]["rms_out"]
         rows.append([numbers, *(_pair(found[name]["max"] / unit, found[name]["rms"] / unit) for name in CACHES)])
-    return table(["numbers", *CACHES], rows)
+    return table(["elements", *CACHES], rows)
 
 
 def _arithmetic(records: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Result files, and where each comes from: device, versions, commit, command."""
+"""Result files, and the source of each: device, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 SOURCE = "../.."  # the source tree, from the pages in docs/benchmarks
-# The commit says which fastattention; NumPy and Transformers compute nothing that is shown.
+# The commit identifies fastattention. NumPy and Transformers are left out, because their speed is not shown.
 UNIMPORTANT_VERSIONS = ("fastattention", "numpy", "transformers")
 
 
 class MissingMetadataError(Exception):
-    """A result file does not say where its figures come from."""
+    """Raised for a result file that does not say where its figures come from."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Result:
 
     @cached_property
     def machine(self) -> dict[str, Any]:
-        """What `fastattention.cli.machine.describe_machine` said."""
+        """The result of `fastattention.cli.machine.describe_machine`."""
         machine: dict[str, Any] = self.data.get("machine", {})
         return machine
 
@@ -56,7 +56,7 @@ class Result:
         return f"{len(gpus)} {name}" if len(gpus) > 1 else name
 
     def provenance(self, device: str) -> str:
-        """The lines under a table. device: what the figures were measured on."""
+        """The lines under a table. device: that on which the figures were measured."""
         versions = [f"{name} {version}" for name, version in self.machine["versions"].items() if self._shown(name)]
         versions += [
             f"{title} {self.machine[name]}"

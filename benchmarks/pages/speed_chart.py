@@ -1,4 +1,4 @@
-"""README's chart: how fast we are beside torch's SDPA, gains and losses."""
+"""README's chart: our speed relative to torch's SDPA, gains and losses."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ has been measured on an Ascend NPU or on V100s.
 - `async`: torch's async tensor parallelism: attention, fused GEMM and reduce-scatter, all-gather.
 - `default`: what a user gets: the backend that `auto` chooses, and the fastest strategy. Long prefill goes to cuDNN by
     itself ([0054](../decisions/0054-prefill-by-cudnn-on-hopper.md)).
-- `auto`: the fastest strategy, with `backend="sdpa"`. The other columns are one transport each, likewise.
+- `auto`: the fastest strategy, with `backend="sdpa"`. The other columns are one transport each, with the same backend.
 - `copy_engine` and `nccl_symmetric` no longer exist.
 
 Results without `two-shot`, `async` and `default` were measured before these were compared."""
@@ -73,7 +73,7 @@ def build() -> str:
 
 
 def build_chart() -> str:
-    """tensor-parallel.svg: what users gain on two ranks, in CUDA graphs."""
+    """tensor-parallel.svg: the speedup on two ranks, in CUDA graphs."""
     result = Result.load(CHARTED)
     groups = []
     for name, heading in (("default", "As users call it"), ("auto", 'With backend="sdpa", which has cuDNN attention')):
@@ -133,6 +133,6 @@ def _plans(result: Result, kind: str) -> str:
 
 
 def _runs(rows: list[int]) -> list[str]:
-    """Equal blocks side by side together: 4 x 2048."""
+    """Runs of equal blocks, for example 4 x 2048."""
     runs = [(size, len(list(blocks))) for size, blocks in groupby(rows)]
     return [f"{count} x {size}" if count > 1 else str(size) for size, count in runs]

@@ -1,4 +1,4 @@
-"""The page of what machine code and a model of an SM say of a V100."""
+"""The page of predictions for a V100, by machine code and a model of an SM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build() -> str:
         _compared(model.data["predicted"]["compared"]),
         source,
         "## If the figures of the chip are wrong",
-        "Half and twice each figure that nobody knows for certain, at 4096 tokens without a mask. Differences of 5% "
+        "Half and twice each figure that is not known for certain, at 4096 tokens without a mask. Differences of 5% "
         "and less mean nothing. The error is the largest one on the published measurements.",
         _assumptions(model.data["predicted"]["assumptions"]),
         source,

@@ -9,7 +9,7 @@ from .markdown import number, page, ratio, table, tokens
 from .results import Result
 
 EAGER, SDPA, OURS = "eager", "sdpa", "fast_attention"
-# In the order of the page. Those of 8 ranks are one rank's share: its GPU communicates with nobody.
+# Models in the order of the page. Models of 8 ranks are one rank's share, whose GPU does not communicate.
 ON_GPUS = tuple(
     f"h100/model_{name}"
     for name in ("llama-2-7b", "llama-3-8b", "llama-2-70b-of-8", "pangu-38b-of-8", "pangu-71b-of-8")
@@ -19,8 +19,8 @@ INTRODUCTION = """\
 A model of Transformers with random weights, by each of its attentions in turns. Tokens a second are those of all
 sequences together, in the median round after the first. Ratios say how many times as fast `fast_attention` is; **bold**
 ratios are losses. "First" is the first round: where shapes are new, `sdpa` waits for plans of cuDNN's. In the first
-line of a model ours also compiled its kernels. A model "/8" is one rank's share of eight, on a GPU that communicates
-with nobody. The sizes of PanGu are our guesses, since they are not published."""
+line of a model ours also compiled its kernels. A model "/8" is one rank's share of eight, on a GPU that does not
+communicate. The sizes of PanGu are our guesses, since they are not published."""
 GLANCE = """\
 Ratios over all cells of a model: lowest, median, highest; "vs eager" at 1 x 2K and 1 x 8K. The host is a virtual
 machine. Its times vary by 10% and more from cell to cell, and are all that a decode without graphs takes."""
@@ -71,8 +71,8 @@ def _glance_source(results: list[Result]) -> str:
     devices = ", ".join(dict.fromkeys(result.gpu for result in results))
     versions = ", ".join(dict.fromkeys(f"torch {result.machine['versions']['torch']}" for result in results))
     return (
-        f"<small>Device: {devices}. Versions: {versions}. Commit: that of each model below. Command: likewise. "
-        "Data: likewise.</small>"
+        f"<small>Device: {devices}. Versions: {versions}. Commit: that of each model below. Command: that "
+        "of each model. Data: that of each model.</small>"
     )
 
 

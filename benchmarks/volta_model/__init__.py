@@ -1,5 +1,5 @@
 """A performance model of the V100: reads, counts and times machine code on a model of a multiprocessor.
 
-Scripts beside this folder import it as `volta_model`. The way in: kernels.ours and kernels.theirs give a Model of a
-kernel, Model.predict what it says of a problem, counts.split what a warp issues.
+Scripts next to this folder import it as `volta_model`. To start: kernels.ours and kernels.theirs give a Model of a
+kernel, Model.predict its prediction for a problem, and counts.split the instructions that a warp issues.
 """

@@ -1,10 +1,10 @@
-"""How fast would our kernels be on a V100, beside the one that PyTorch runs there? What limits them?
+"""How fast would our kernels be on a V100, compared with the one that PyTorch runs there? What limits them?
 
     python benchmarks/volta_model
 
-Predicts both from their machine code (docs/internals/volta.md), and that of PyTorch also where others have measured it.
+Predicts both from their machine code (docs/internals/volta.md), and PyTorch's also where others have measured it.
 Needs no GPU; needs NVRTC 12, and once pip for PyTorch's wheel and a disassembler.
-Whatever is not called measured is predicted.
+Figures that are not called measured are predictions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from volta_model.published import FIGURES
 RESULTS = Path(__file__).parents[1] / "results"
 HEADDIMS = (64, 128, 256)
 SEQLENS = (2048, 4096, 8192, 16384)
-TOKENS, HIDDEN = 16384, 2048  # of every problem, like benchmarks/gpu.py
+TOKENS, HIDDEN = 16384, 2048  # sizes of every problem, as in benchmarks/gpu.py
 
 
 def main(output: Path = RESULTS) -> None:
@@ -50,7 +50,7 @@ def main(output: Path = RESULTS) -> None:
 
 
 def judge() -> list[report.Judged]:
-    """The model on what others have measured."""
+    """The model's predictions for measurements of others."""
     models = {headdim: kernels.theirs(headdim) for headdim in {figure.problem.headdim for figure in FIGURES}}
     return [report.Judged(figure, models[figure.problem.headdim].predict(figure.problem)) for figure in FIGURES]
 
@@ -66,14 +66,14 @@ def compare() -> list[report.Compared]:
 
 
 def vary() -> list[report.Assumption]:
-    """What else could be so."""
+    """The effect of other assumptions."""
     number = len(list(assumptions.changes()))
     with progress_bar() as bar:
         return list(bar.track(assumptions.vary(HEADDIMS[:2]), total=number, description="varying"))
 
 
 def problems(headdim: int) -> list[Problem]:
-    """Of 16K tokens and hidden size 2048, without a mask and causal."""
+    """Problems of 16K tokens and hidden size 2048, without a mask and causal."""
     nheads = HIDDEN // headdim
     return [Problem(s, TOKENS // s, nheads, headdim, causal) for causal in (False, True) for s in SEQLENS]
 

@@ -1,4 +1,4 @@
-"""How much the predictions depend on figures that were guessed, or measured on other GPUs than Volta."""
+"""Sensitivity of the predictions to figures that were guessed, or measured on GPUs other than Volta."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNCERTAIN = {
     "prefetch_lines": "{} lines of instructions fetched ahead",
     "launch_cycles": "launch in {} cycles",
 }
-# What somebody has measured or somebody may have.
+# Figures that others have measured or may have.
 _OTHERS = {
     "clock 1380 MHz (PCIe)": replace(V100, clock_mhz=1380),
     "m8n8k4 every 8 cycles": replace(V100, tensor_interval=2.0),
@@ -40,13 +40,13 @@ _OTHERS = {
     "all of what is loaded in the L1 cache": replace(V100, l1_share=1.0),
 }
 # Tiles that are simulated, and problems: few, because there are many changes. With twice as many tiles, ratios and
-# speeds have been found up to 5% away. "None" is simulated likewise.
+# speeds have been found up to 5% away. "None" is simulated in the same way.
 _TILES = (1, 3)
 _SEQLEN = 4096
 
 
 def changes() -> Iterator[tuple[str, Chip]]:
-    """What changes, and the chip then."""
+    """The names of changes, and the changed chips."""
     yield "none", V100
     for name, title in _UNCERTAIN.items():
         for factor in (0.5, 2.0):
@@ -56,7 +56,7 @@ def changes() -> Iterator[tuple[str, Chip]]:
 
 
 def vary(headdims: Sequence[int]) -> Iterator[Assumption]:
-    """Each change by itself: the model's errors then where nothing is masked, and the ratio of both kernels."""
+    """The effect of each single change: the model's errors where nothing is masked, and the ratio of both kernels."""
     known = {headdim: (kernels.ours(headdim), kernels.theirs(headdim)) for headdim in headdims}
     return (_vary(change, chip, known) for change, chip in changes())
 

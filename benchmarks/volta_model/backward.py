@@ -1,7 +1,7 @@
-"""Backward kernels for sm_70, ours and PyTorch's: what a warp executes for a tile that passes by its rows.
+"""Backward kernels for sm_70, ours and PyTorch's: the instructions of a warp for one streamed tile.
 
-Kernels compute different products of different tiles, so everything is related to the useful work: five products of a
-query, a key and a head dimension (q k^T, do v^T, p^T do, ds k, ds^T q), whatever a kernel computes twice.
+Kernels compute different products of different tiles, so everything is relative to the useful work: five products of a
+query, a key and a head dimension (q k^T, do v^T, p^T do, ds k, ds^T q), without repeated ones.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .sass import Function, Instruction
 USEFUL_PRODUCTS = 5
 _ARCH = 70
 _PRODUCTS_OF_HMMA = 256  # multiply-adds of a warp: a fourth of four 8x8x4 products
-_TILES = 2, 6  # that are simulated; the difference is the pace
+_TILES = 2, 6  # numbers of tiles that are simulated; the difference is the pace
 _EXIT = Instruction(0, "EXIT", None, "EXIT", 1, False, None, None, 0, 0)
 
-# Instructions by what they are for, as far as their names tell.
+# Instructions by purpose, as far as their names tell.
 KINDS = {
     "matrix products": "HMMA",
     "shared memory": "LDS STS",
@@ -55,33 +55,33 @@ class BackwardKernel:
     name: str
     headdim: int
     tile_m: int  # rows of a CTA
-    tile_n: int  # of a tile that passes by
+    tile_n: int  # rows of a streamed tile
     num_warps: int
     value_parts: int  # CTAs that share the columns of a gradient, and all compute the weights
     registers: int
     shared_bytes: int
     stack_bytes: int
     path: tuple[Instruction, ...]
-    delta_issue_cycles: int = 0  # of a warp for delta of a tile, outside the loop, where a CTA computes it for itself
+    delta_issue_cycles: int = 0  # of a warp for delta of a tile, outside the loop, where every CTA computes it
 
     @cached_property
     def counts(self) -> Counts:
-        """Of the path."""
+        """Counts of the path."""
         return Counts.of(self.path)
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key that a warp adds to its gradients in a tile."""
+        """Pairs of a query and a key that a warp adds to its gradients in a tile."""
         return self.tile_m * self.tile_n / self.num_warps / self.value_parts
 
     @property
     def products(self) -> float:
-        """That it computes, useful or again: 5 would do for all gradients."""
+        """Products that it computes, repeated ones included; 5 suffice for all gradients."""
         return self.counts.hmma * _PRODUCTS_OF_HMMA / (self.pairs * self.headdim)
 
     @property
     def useful_tensor_cycles(self) -> float:
-        """Of a sub-core for the useful products of a warp's tile, all gradients together."""
+        """Tensor cycles of a sub-core for the useful products of a warp's tile, for all gradients together."""
         return CYCLES_PER_HMMA * USEFUL_PRODUCTS * self.headdim * self.pairs / _PRODUCTS_OF_HMMA
 
     def per_product(self, count: float) -> float:
@@ -89,7 +89,7 @@ class BackwardKernel:
         return count * UNIT / (CYCLES_PER_HMMA * self.counts.hmma)
 
     def per_useful(self, count: float) -> float:
-        """A count of the path, for UNIT tensor cycles of useful products. Those of several kernels add up."""
+        """A count of the path, for UNIT tensor cycles of useful products. Counts of several kernels add up."""
         return count * UNIT / self.useful_tensor_cycles
 
     @property
@@ -100,7 +100,7 @@ class BackwardKernel:
 
     @property
     def cycles_by_kind(self) -> Counter[str]:
-        """Issue cycles of the path by what they are for, KINDS and OTHERS."""
+        """Issue cycles of the path by purpose, KINDS and OTHERS."""
         cycles: Counter[str] = Counter()
         for instruction in self.path:
             cycles[_KIND_OF.get(instruction.name, OTHERS)] += instruction.stall
@@ -108,19 +108,19 @@ class BackwardKernel:
 
     @property
     def shared_wavefronts(self) -> int:
-        """Of 128 bytes, that a warp's accesses to shared memory take without bank conflicts."""
+        """Wavefronts of 128 bytes for a warp's accesses to shared memory, without bank conflicts."""
         widths = [instruction.width for instruction in self.path if instruction.name in ("LDS", "STS")]
         return sum(-(-width * 32 // 128) for width in widths)
 
     @property
     def global_bytes(self) -> int:
-        """That a thread loads from and stores to global memory in a tile."""
+        """Bytes that a thread loads from and stores to global memory in a tile."""
         names = ("LDG", "STG", "LD", "ST", *_ATOMICS)
         return sum(i.width for i in self.path if i.name in names and not i.is_off)
 
     @property
     def global_atomics(self) -> int:
-        """Instructions of the path."""
+        """Atomic instructions on global memory in the path."""
         return sum(instruction.name in _ATOMICS for instruction in self.path)
 
 
@@ -150,7 +150,7 @@ def ours(config: BackwardConfig) -> BackwardKernel:
 
 
 def unmasked_path(function: Function) -> tuple[Instruction, ...]:
-    """Once around the loop over tiles of a kernel whose branches explain themselves, as ours do."""
+    """The path once around the loop over tiles, for a kernel whose branches tell its paths, like ours."""
     return tuple(steady_path(tile_loop(function), {}))
 
 
@@ -176,11 +176,11 @@ def theirs(headdim: int) -> BackwardKernel:
 
 @dataclass(frozen=True)
 class Pace:
-    """What the model says of an SM full of one kernel's CTAs, in the steady state."""
+    """The model's figures for an SM full of one kernel's CTAs, in the steady state."""
 
     cycles: float  # of the SM for UNIT useful tensor cycles of each of its sub-cores
     tensor_share: float  # how busy tensor cores are, with all products
-    shared_share: float  # likewise shared memory
+    shared_share: float  # how busy shared memory is
     issue_share: float
     lost_shares: dict[str, float]  # cycles in which tensor cores idle, by what the next warp waits for
 
@@ -202,13 +202,13 @@ def pace(kernel: BackwardKernel, chip: Chip = V100) -> Pace:
 
 
 def _simulate(kernel: BackwardKernel, tiles: int, chip: Chip) -> Outcome:
-    """An SM full of CTAs whose warps all execute the path so many times."""
+    """Simulates an SM full of CTAs whose warps all execute the path `tiles` times."""
     end = dataclasses.replace(_EXIT, address=kernel.path[-1].address + 16)
     path = operations([*kernel.path * tiles, end], chip)
     return Multiprocessor(chip).run([[path] * kernel.num_warps] * kernel.residents)
 
 
 def tflops(cycles: float, chip: Chip = V100) -> float:
-    """Useful TFLOPS of all SMs that take so many cycles for UNIT useful tensor cycles of each sub-core."""
+    """Useful TFLOPS of all SMs, given their cycles for UNIT useful tensor cycles of each sub-core."""
     flops = 2 * _PRODUCTS_OF_HMMA * UNIT / CYCLES_PER_HMMA * chip.num_schedulers
     return flops / cycles * chip.num_sms * chip.clock_mhz * 1e6 * 1e-12

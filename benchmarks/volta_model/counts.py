@@ -1,4 +1,4 @@
-"""How much a warp has to issue for a tile of keys, beside what the tensor cores then have to do."""
+"""Instructions that a warp issues for a tile of keys, relative to the work of the tensor cores."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from .flow import Loop, main_loop, steady_path
 from .sass import Function, Instruction
 
-CYCLES_PER_HMMA = 2  # of a sub-core's tensor cores: an instruction is one of four steps of an 8x8x4 product
+CYCLES_PER_HMMA = 2  # cycles of a sub-core's tensor cores: an instruction is one of four steps of an 8x8x4 product
 UNIT = 512  # tensor cycles that figures are scaled to
 _MEMORY = {"LDS", "STS", "LDG", "STG", "LDL", "STL"}
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a section of instructions, as one warp executes it."""
+    """Counts of a section of instructions, as one warp executes it."""
 
     instructions: int
     issue_cycles: int  # sum of the stalls in the control codes
@@ -27,7 +27,7 @@ class Counts:
     shared_atomics: int
     accesses: Mapping[
         str, int
-    ]  # "LDS 16": loads from shared memory, 16 bytes a thread; LDL and STL are of the stack; switched off: not counted
+    ]  # "LDS 16": loads from shared memory, 16 bytes a thread; LDL and STL access the stack; without switched-off ones
 
     @classmethod
     def of(cls, instructions: Iterable[Instruction]) -> Counts:
@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of keys: its three parts are all of it."""
+    """A tile of keys in three parts."""
 
     qk: Counts  # inner products of queries and keys
     rest: Counts
@@ -58,7 +58,7 @@ class Tile:
 
     @property
     def tensor_cycles(self) -> int:
-        """Of a sub-core's tensor cores for one warp."""
+        """Cycles of a sub-core's tensor cores for one warp."""
         return CYCLES_PER_HMMA * self.whole.hmma
 
     def scaled(self, count: float) -> float:
@@ -74,18 +74,17 @@ def count(
 ) -> Tile:
     """Counts the steady path of a kernel's main loop (flow.steady_path, which explains the arguments).
 
-    The product with keys is the HMMA whose second operand is laid out by columns, that with values the others. Where
-    all of one are in inner loops, its part is these loops, whole. Elsewhere it reaches from its first HMMA to its last,
-    with what the compiler put between: with the values, often the exponentials. Where the two parts overlap they cannot
-    be told apart, and all is `rest`.
-    Raises ValueError for a kernel without such a loop.
+    The product with keys consists of the HMMA whose second operand is laid out by columns, the product with values of
+    the others. Where all HMMA of a product are in inner loops, its part is these whole loops. Otherwise it is all
+    instructions from its first HMMA to its last, which for values often include the exponentials. Where the two parts
+    overlap they cannot be told apart, and all is `rest`. Raises ValueError for a kernel without such a loop.
     """
     loop = main_loop(function)
     return split(loop, steady_path(loop, trips or {}, through, around))
 
 
 def split(loop: Loop, path: list[Instruction]) -> Tile:
-    """Counts a path through a main loop, its parts apart."""
+    """Counts a path through a main loop, by its parts."""
     sections: dict[str, list[Instruction]] = {"qk": [], "pv": [], "rest": []}
     for instruction, part in zip(path, _parts(loop, path), strict=True):
         sections[part].append(instruction)
@@ -94,7 +93,7 @@ def split(loop: Loop, path: list[Instruction]) -> Tile:
 
 
 def _product(hmma: Instruction) -> str:
-    """Which product: "HMMA... R4, R8.ROW, R12.COL, R4" is with keys."""
+    """The product of an HMMA: "HMMA... R4, R8.ROW, R12.COL, R4" is with keys."""
     return "qk" if hmma.text.split(", ")[2].endswith(".COL") else "pv"
 
 

@@ -1,8 +1,8 @@
-"""Where a scheduler's instructions come from: its own small cache, in front of one that the multiprocessor shares.
+"""Instruction caches: a small one for each scheduler, in front of one that the multiprocessor shares.
 
 Code that is larger than the small cache streams in from the shared one. A prefetcher asks for lines ahead of a warp, so
-that straight code suffers only when all schedulers together want more than the shared cache gives in a cycle; a jump
-to a line that is not there waits for it. The shared cache is taken to hold the whole kernel.
+straight code waits only when all schedulers together ask for more than the shared cache gives in a cycle. A jump to a
+missing line waits for it. The shared cache is assumed to hold the whole kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .chip import Chip
 
 
 class SharedInstructions:
-    """The shared cache's way out: so many bytes a cycle."""
+    """The output of the shared cache, limited in bytes a cycle."""
 
     def __init__(self, chip: Chip) -> None:
         self._cycles_of_line = chip.line_bytes / chip.fetch_width
@@ -27,7 +27,7 @@ class SharedInstructions:
 
 
 class Instructions:
-    """One scheduler's cache: the least recently used line leaves it."""
+    """One scheduler's cache, which evicts the least recently used line."""
 
     def __init__(self, chip: Chip, shared: SharedInstructions) -> None:
         self._shared = shared

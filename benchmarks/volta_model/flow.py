@@ -1,6 +1,6 @@
-"""The control flow of a kernel: basic blocks, loops, and the way that a warp takes for most tiles of keys.
+"""The control flow of a kernel: basic blocks, loops, and the path that a warp takes for most tiles of keys.
 
-Addresses name things: a block is named by that of its first instruction, a loop by that of its header.
+A block is named by the address of its first instruction, a loop by the address of its header.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .sass import INSTRUCTION_BYTES, Function, Instruction
 # a block.
 _ENDS = {"BRA", "BRX", "EXIT", "JMP", "RET"}
 END = -1  # where a warp goes from an EXIT
-_GOAL = -2  # the end of the way that is looked for
+_GOAL = -2  # the end of the path that is looked for
 _TRAFFIC = {"LDG", "STG", "STS"}
 
 Way = tuple[Instruction, ...]
@@ -23,7 +23,7 @@ Way = tuple[Instruction, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """Instructions that run one after another, and where a warp can go from there."""
+    """Instructions that run one after another, and the blocks where a warp can go from there."""
 
     address: int
     instructions: Way
@@ -129,7 +129,7 @@ def _reachable(edges: Mapping[int, Collection[int]], start: int) -> set[int]:
 
 
 def main_loop(function: Function) -> Loop:
-    """The loop over tiles of keys: the outermost one with the most HMMA, and of equals the shortest.
+    """The loop over tiles of keys: the outermost one with the most HMMA; on a tie, the shortest.
 
     Raises ValueError when no loop has any.
     """
@@ -152,7 +152,7 @@ def tile_loop(function: Function) -> Loop:
 
 @dataclass(frozen=True)
 class Choice:
-    """What decides between the ways that a warp could take."""
+    """The criteria that choose among the paths of a warp."""
 
     trips: Mapping[int, int]  # of loops, by header; those without HMMA may be left out inside the main loop: once
     through: frozenset[int] = frozenset()  # blocks that must be on the way
@@ -169,11 +169,11 @@ class Choice:
 def steady_path(
     loop: Loop, trips: Mapping[int, int], through: Collection[int] = (), around: Collection[int] = ()
 ) -> list[Instruction]:
-    """What a warp executes for one tile of keys, neither the first nor the last, with nothing masked.
+    """The instructions of a warp for one tile of keys, neither the first nor the last, with nothing masked.
 
-    Of the ways once around the loop those with all HMMA, of these those that load and store most (the next tile), of
-    these the shortest. Where a kernel's branches need to be understood to tell, `through` names blocks that the way
-    passes and `around` blocks that it does not.
+    The candidates are paths once around the loop with all HMMA. Among these it takes those that load and store most
+    (the next tile), and then the shortest. Where that does not identify the path, `through` names blocks on it and
+    `around` blocks that are not.
 
     trips: how often the inner loops run, by header; needed for those with HMMA, once for others that are not named.
     Raises ValueError when there is no such way.
@@ -183,7 +183,7 @@ def steady_path(
 
 
 def prologue(function: Function, loop: Loop, trips: Mapping[int, int] | None = None) -> list[Instruction]:
-    """What a warp executes before the main loop: the shortest way there, for a call that needs nothing special.
+    """The instructions of a warp before the main loop: the shortest path to it, for a plain call.
 
     Raises ValueError when it passes a loop that `trips` does not name.
     """
@@ -195,7 +195,7 @@ def prologue(function: Function, loop: Loop, trips: Mapping[int, int] | None = N
 
 
 def epilogue(function: Function, loop: Loop, trips: Mapping[int, int] | None = None) -> list[Instruction]:
-    """What a warp executes after the main loop: of the ways to an EXIT the shortest of those that store most.
+    """The instructions of a warp after the main loop: the shortest path to an EXIT among those that store most.
 
     Raises ValueError when it passes a loop that `trips` does not name.
     """
@@ -207,7 +207,7 @@ def epilogue(function: Function, loop: Loop, trips: Mapping[int, int] | None = N
 
 
 def _counted(way: list[Instruction], others: Iterable[Loop], choice: Choice) -> list[Instruction]:
-    """A way on which all loops run as often as somebody said."""
+    """`way`, with a check that all loops on it have given trip counts."""
     passed = {instruction.address for instruction in way}
     for loop in others:
         for each in (loop, *loop.nested()):
@@ -243,7 +243,7 @@ def _way(graph: Mapping[int, Block], inner: Iterable[Loop], start: int, goal: in
 def _edges(
     graph: Mapping[int, Block], inner: Iterable[Loop], goal: int, choice: Choice
 ) -> dict[int, list[tuple[int, Way]]]:
-    """For each block, and each inner loop as a whole: where it leads to, and what is executed on the way."""
+    """For each block, and each inner loop as a whole: its successors, and the instructions executed until there."""
     hidden = {address for loop in inner for address in loop.blocks} | choice.around
     edges = {
         address: [(_GOAL if target == goal else target, block.instructions) for target in block.successors]
@@ -257,7 +257,7 @@ def _edges(
 
 
 def _ways_out(loop: Loop, choice: Choice) -> Iterator[tuple[int, Way]]:
-    """(block after an inner loop, what is executed until there)."""
+    """(block after an inner loop, instructions executed until there)."""
     trips = choice.trips.get(loop.header)
     if trips is None and loop.hmma:
         raise ValueError(f"how often does the inner loop at {loop.header:#x} run? It has HMMA instructions")

@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_TOGETHER = 1.0  # cycles: CTAs that end within so many end together
+_TOGETHER = 1.0  # cycles; CTAs that end within this time count as ending together
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a CTA goes while so many are resident; in cycles."""
+    """The pace of a CTA for a number of resident CTAs, in cycles."""
 
     overhead: float  # before the loop, after it, and in tiles that are masked
     tile: float
@@ -19,7 +19,7 @@ class Pace:
 
 @dataclass(eq=False)
 class _Sm:
-    """What is left to do of the CTAs of an SM: the overhead, from 1 to 0, and tiles."""
+    """The remaining work of the CTAs of an SM: the overhead, from 1 to 0, and tiles."""
 
     now: float = 0.0
     left: list[list[float]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class _Sm:
         return self.now + min(overhead * pace.overhead + tiles * pace.tile for overhead, tiles in self.left)
 
     def advance(self, until: float, paces: Sequence[Pace]) -> None:
-        """Everyone works until then; who is done leaves."""
+        """Lets all CTAs work until then, and removes those that are done."""
         pace, time = self.pace(paces), until - self.now
         for left in self.left:
             overhead = min(left[0] * pace.overhead, time)
@@ -46,9 +46,9 @@ class _Sm:
 def grid_cycles(tiles: Iterable[int], num_sms: int, paces: Sequence[Pace]) -> float:
     """Cycles until the last CTA ends.
 
-    tiles: of keys that each CTA goes through at the pace of a tile, in the order in which CTAs start: each goes to the
-        SM that holds the fewest, as soon as one holds less than fit.
-    paces: of a CTA on an SM that holds 1, 2, ... of them; as many as fit.
+    tiles: tiles of keys of each CTA at the pace of a tile, in the order in which CTAs start. Each goes to the SM with
+        the fewest CTAs, as soon as one has room.
+    paces: pace of a CTA on an SM that holds 1, 2, ... of them, up to as many as fit.
     """
     waiting = iter(tiles)
     sms = [_Sm() for _ in range(num_sms)]

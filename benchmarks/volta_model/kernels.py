@@ -1,4 +1,4 @@
-"""The kernels that are compared, ready for the model: ours as it is compiled here and now, and PyTorch's."""
+"""The kernels that are compared, ready for the model: ours as compiled now, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Config = TypeVar("Config", KernelConfig, BackwardConfig)
 
 
 def versions() -> dict[str, str]:
-    """Of the compilers and tools that the figures depend on."""
+    """Versions of the compilers and tools that the figures depend on."""
     return {
         "NVRTC": ".".join(map(str, compiler.version())),
         "cuobjdump": tools.version(tools.cuobjdump()),
@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def cell(value: float | str) -> str:
-    """A value as tables of counts have it."""
+    """A value as text for tables of counts."""
     if isinstance(value, str):
         return value
     return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
@@ -54,7 +54,7 @@ def ours(headdim: int) -> Model:
 
 
 def configuration(headdim: int) -> KernelConfig:
-    """What a V100 runs for a plain float16 call."""
+    """The configuration that a V100 runs for a plain float16 call."""
     return choose_variant(_ARCH, CHIPS["V100"], torch.float16, headdim, headdim)
 
 
@@ -82,7 +82,7 @@ def compiled(config: KernelConfig | BackwardConfig) -> tuple[Function, Cubin]:
 
 
 def of_config(config: KernelConfig) -> Model:
-    """Likewise, ready to predict."""
+    """Any variant of our sm_70 kernels, ready to predict. Raises CompileError."""
     function, cubin = compiled(config)
     launch = Launch(
         tile_m=config.tile_m,
@@ -94,13 +94,13 @@ def of_config(config: KernelConfig) -> Model:
         value_parts=config.num_value_parts,
         heads_per_l2_wave=_heads_per_l2_wave,
     )
-    # Of float16 results, rows by columns, that the threads of a CTA share evenly.
+    # Bytes of float16 results, rows by columns, which the threads of a CTA share evenly.
     stored_bytes = 2 * config.tile_m * config.headdim_v // config.num_threads
     return Model(find_paths(function, stored_bytes), launch)
 
 
 def _heads_per_l2_wave(problem: Problem) -> int:
-    """As many as our launch takes."""
+    """The number of heads that our launch uses."""
     tokens = problem.batch_size, problem.seqlen, problem.nheads, problem.headdim
     q = torch.empty(tokens, dtype=torch.float16, device="meta")
     call, _ = prepare_dense(q, q, q, Options())
@@ -118,7 +118,7 @@ class Peer:
 
 
 def serving(headdim: int) -> Peer:
-    """That of a head dimension. Raises CompileError when it cannot be had."""
+    """The kernel of a head dimension. Raises CompileError when it cannot be had."""
     kernel = peer.serving(headdim)
     function = peer.cutlass_kernels()[kernel.name]
     full, masked = (kernel.path(function, headdim, masked=masked) for masked in (False, True))

@@ -1,4 +1,4 @@
-"""A kernel's launch: the problem, the shape of its CTAs, how many an SM holds, and what each of them computes."""
+"""A kernel's launch: the problem, the shape of its CTAs, the number that an SM holds, and the work of each of them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Problem:
 
     @property
     def useful_flops(self) -> float:
-        """Floating-point operations, those of masked scores not counted."""
+        """Floating-point operations, without those of masked scores."""
         scores = self.seqlen * (self.seqlen + 1) / 2 if self.causal else float(self.seqlen) ** 2
         return 4.0 * scores * self.headdim * self.nheads * self.batch_size
 
     @property
     def bytes_moved(self) -> int:
-        """Between DRAM and the chip at least: q, k and v read once, out written once."""
+        """Least bytes between DRAM and the chip: q, k and v read once, out written once."""
         return 4 * 2 * self.seqlen * self.headdim * self.nheads * self.batch_size
 
     @property
@@ -40,34 +40,35 @@ class Problem:
 class TileKind(enum.Enum):
     """What a warp does with a tile of keys."""
 
-    FULL = "full"  # of every warp of the CTA
-    TESTED = "tested"  # full, but not of every warp: in the code that asks each warp whether it has something to mask
+    FULL = "full"  # full for every warp of the CTA
+    TESTED = "tested"  # full, but not for every warp: runs code that checks each warp for a mask
     MASKED = "masked"  # the diagonal goes through it
     SKIPPED = "skipped"  # it lies above the diagonal of the warp's rows, but not of another warp's
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The shape of a kernel's CTAs and what they take of an SM."""
+    """The shape of a kernel's CTAs, and the resources of an SM that they take."""
 
     tile_m: int  # query rows
     tile_n: int  # keys
     num_warps: int
-    registers: int  # of a thread
-    shared_bytes: int  # of a CTA, static and dynamic
-    # Query rows after which a warp asks anew what it sees of a tile; tile_m where all warps of a CTA do the same.
+    registers: int  # per thread
+    shared_bytes: int  # per CTA, static and dynamic
+    # Query rows whose part of a tile a warp masks by itself; tile_m where all warps of a CTA do the same.
     mask_rows: int
     # Whether a tile of keys that ends where the warp's rows begin, or one key further on, counts as masked.
     masks_touching: bool = False
     value_parts: int = 1  # CTAs that share a tile of queries, each with a part of the columns of v
-    # How many heads' CTAs come together, those that see the most keys first. None: head by head, first queries first.
+    # Number of heads whose CTAs start together, those that see the most keys first. None: head by head, first queries
+    # first.
     heads_per_l2_wave: Callable[[Problem], int] | None = None
 
     def residents(self, chip: Chip) -> int:
         """CTAs that an SM holds at a time. Raises ValueError when it cannot hold one."""
         unit = chip.register_unit
         warp_registers = -(-self.registers * chip.warp_threads // unit) * unit
-        # Each scheduler has a fourth of the registers, and warps go to schedulers in turn.
+        # Each scheduler has a quarter of the registers, and warps go to schedulers in turn.
         warps = chip.registers // chip.num_schedulers // warp_registers * chip.num_schedulers
         shared = -(-self.shared_bytes // chip.shared_unit) * chip.shared_unit
         number = min(

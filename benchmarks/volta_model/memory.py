@@ -1,4 +1,4 @@
-"""What the four schedulers of a multiprocessor share: shared memory, and the way to the L2 cache."""
+"""Resources that the four schedulers of a multiprocessor share: shared memory, and the path to the L2 cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .chip import Chip
 
 
 class SharedMemory:
-    """Moves 128 bytes, one wavefront, a cycle. Who asks later may be served earlier when a cycle is left over."""
+    """Moves 128 bytes, one wavefront, a cycle. A later request may use a cycle that is left over."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
@@ -14,7 +14,7 @@ class SharedMemory:
         self.wavefronts = 0
 
     def serve(self, now: float, wavefronts: int) -> int:
-        """When the last of so many wavefronts has been served; the first is not served before now."""
+        """When the last of `wavefronts` has been served; the first is not served before now."""
         cycle = max(int(now), self._all_taken_before)
         for _ in range(wavefronts):
             while cycle in self._taken:
@@ -25,13 +25,13 @@ class SharedMemory:
         return cycle
 
     def forget(self, before: int) -> None:
-        """Nobody will ask for a cycle before this one any more."""
+        """Drops records before this cycle, for which there are no more requests."""
         self._all_taken_before = before
         self._taken = {cycle for cycle in self._taken if cycle >= before}
 
 
 class GlobalMemory:
-    """The L2 cache as one multiprocessor sees it while all others use it likewise."""
+    """The L2 cache as one multiprocessor sees it while all others use it in the same way."""
 
     def __init__(self, chip: Chip) -> None:
         self._bytes_a_cycle = chip.l2_bytes_a_cycle
@@ -39,7 +39,7 @@ class GlobalMemory:
         self.bytes = 0
 
     def serve(self, now: float, size: int) -> float:
-        """When so many bytes have passed, not counting latency."""
+        """When `size` bytes have passed, without latency."""
         self._free = max(self._free, now) + size / self._bytes_a_cycle
         self.bytes += size
         return self._free

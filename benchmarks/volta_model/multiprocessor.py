@@ -19,18 +19,18 @@ _FORGET_EVERY = 4096  # events
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulation counted. Cycles of schedulers are the sum over all of them."""
+    """The counts of a simulation. Cycles of schedulers are the sum over all of them."""
 
     cycles: int  # until the last operation issued and no load is under way
     issued: int  # operations
     busy: Mapping[Unit, float]  # cycles of schedulers
-    lost: Counter[str]  # cycles of schedulers whose tensor cores are idle, by what the first warp to go on waits for
+    lost: Counter[str]  # cycles of schedulers whose tensor cores are idle, by what the next warp to go on waits for
     shared_wavefronts: int  # cycles of the one shared memory
     global_bytes: int
     lines_fetched: int
 
     def __sub__(self, other: Outcome) -> Outcome:
-        """What a longer simulation counted beyond a shorter one."""
+        """The counts of a longer simulation beyond those of a shorter one."""
         busy = {unit: cycles - other.busy[unit] for unit, cycles in self.busy.items()}
         lost = Counter(self.lost)
         lost.subtract(other.lost)
@@ -47,17 +47,17 @@ class Outcome:
 
 @dataclass
 class _Barrier:
-    """Of a CTA: those that wait, until all that still run have arrived."""
+    """The barrier of a CTA: warps that wait until all running warps have arrived."""
 
     running: int
-    # Scheduler, warp, when it could go on if there were no barrier, and what it waits for until then.
+    # Scheduler, warp, when it could go on without the barrier, and what it waits for until then.
     waiting: list[tuple[int, Warp, float, str]]
 
 
 class Multiprocessor:
-    """Four schedulers, what they share, and the barriers of the CTAs.
+    """Four schedulers, the resources that they share, and the barriers of the CTAs.
 
-    A scheduler acts at the cycle it is due, sooner when a barrier opens before.
+    A scheduler acts at the cycle when it is due, or sooner when a barrier opens.
     """
 
     def __init__(self, chip: Chip = V100) -> None:
@@ -90,7 +90,7 @@ class Multiprocessor:
         return self._outcome()
 
     def _plan(self, index: int, time: float) -> None:
-        """A scheduler acts at a time and not before."""
+        """Sets the time at which a scheduler acts."""
         self._due[index] = time
         if time < NEVER:
             heapq.heappush(self._events, (time, index))
@@ -114,7 +114,7 @@ class Multiprocessor:
             self._open(barrier, now)
 
     def _open(self, barrier: _Barrier, now: float) -> None:
-        """Lets all go on when the last has arrived."""
+        """Lets all warps go on when the last has arrived."""
         if len(barrier.waiting) < barrier.running:
             return
         until = now + self._chip.barrier_latency

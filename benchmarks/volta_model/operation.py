@@ -1,4 +1,4 @@
-"""What the simulation needs to know of an instruction: its unit, how long it keeps it busy, when it is done."""
+"""Properties of an instruction for the simulation: its unit, how long it keeps the unit busy, when it is done."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .sass import INSTRUCTION_BYTES, Instruction
 
 
 class Unit(enum.IntEnum):
-    """Where an instruction executes. Those from SPECIAL on wait in the queue of their scheduler."""
+    """The unit of an instruction. From SPECIAL on, instructions wait in the queue of their scheduler."""
 
-    NONE = 0  # branches, barriers and the like: an issue slot and no more
+    NONE = 0  # branches, barriers and the like: they take only an issue slot
     FMA = 1
     ALU = 2
     HALF = 3
@@ -52,23 +52,23 @@ class Operation:
     """An instruction on its way through a warp. Times are in cycles."""
 
     unit: Unit
-    interval: float  # that the unit, or the way into the shared ones, is busy
+    interval: float  # while the unit, or the path to the shared ones, is busy
     latency: int  # from the unit to the release of the write barrier
-    read_latency: int  # likewise of the read barrier
-    wavefronts: int  # of shared memory
-    global_bytes: int  # of a warp, to or from the L2 cache
+    read_latency: int  # from the unit to the release of the read barrier
+    wavefronts: int  # wavefronts of shared memory
+    global_bytes: int  # bytes of a warp to or from the L2 cache
     stall: int
     yields: bool
     waits: tuple[int, ...]
     write_barrier: int | None
     read_barrier: int | None
-    line: int  # of the instruction caches
-    jumps: bool  # what comes next is not the next instruction in memory
+    line: int  # line of the instruction caches
+    jumps: bool  # the next operation is not the next instruction in memory
     is_barrier: bool
 
 
 def operations(path: Iterable[Instruction], chip: Chip) -> list[Operation]:
-    """What a warp executes, in order. Raises ValueError for an instruction that the model does not know.
+    """The operations of a warp, in order. Raises ValueError for an instruction that the model does not know.
 
     Accesses to shared memory have no bank conflicts.
     """
@@ -119,7 +119,7 @@ def _interval(instruction: Instruction, unit: Unit, size: int, chip: Chip) -> fl
 
 
 def _global_bytes(instruction: Instruction, size: int, chip: Chip) -> int:
-    """What an access wants of the L2 cache."""
+    """Bytes that an access needs from the L2 cache."""
     return round(size * (1.0 - chip.l1_share)) if instruction.name in _LOADS else size
 
 
@@ -139,10 +139,10 @@ def _latency(instruction: Instruction, unit: Unit, global_bytes: int, chip: Chip
 
 
 def _read_latency(instruction: Instruction, size: int, chip: Chip) -> int:
-    """What is stored is read from the registers, too."""
+    """Cycles until operands have been read; stores also read their data from registers."""
     return chip.read_latency + (size // chip.transfer_width if instruction.name in _STORES else 0)
 
 
 def _wavefronts(size: int, chip: Chip) -> int:
-    """Shared, local and global memory have one way into an SM's registers."""
+    """Wavefronts of an access. Shared, local and global memory share one path to an SM's registers."""
     return -(-size // chip.shared_width)

@@ -1,4 +1,4 @@
-"""The ways of a warp through a kernel: before the loop over tiles of keys, once around it, after it."""
+"""The paths of a warp through a kernel: before the loop over tiles of keys, once around it, after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .launch import TileKind
 from .sass import Function, Instruction
 
 _SELECTING = {"FSEL", "SEL"}
-_FEWEST_MASKED = 8  # scores of a lane: a block that masks has more, one that guards a row's maximum fewer
+_FEWEST_MASKED = 8  # scores of a lane; a block that masks has more, a block that guards a row's maximum fewer
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class Paths:
 
 
 def find_paths(function: Function, stored_bytes: int) -> Paths:
-    """The ways through a kernel whose branches explain themselves.
+    """The paths through a kernel whose branches tell them.
 
-    stored_bytes: of the results that a thread stores after the loop over tiles; if it does so in a loop, they tell how
-        often that runs.
-    Raises ValueError when the control flow is not that of an attention kernel.
+    stored_bytes: bytes of results that a thread stores after the loop over tiles. They give the trip count of a loop
+    that stores. Raises ValueError when the control flow is not that of an attention kernel.
     """
     outer = main_loop(function)
     trips = _storing_trips(function, outer, stored_bytes)
@@ -40,7 +39,7 @@ def find_paths(function: Function, stored_bytes: int) -> Paths:
 
 
 def _storing_trips(function: Function, outer: Loop, stored_bytes: int) -> dict[int, int]:
-    """Of the loop that stores the results, however many rows the compiler made one trip of it."""
+    """Trip count of the loop that stores the results, for any number of rows a trip."""
     trips = {}
     for loop in loops_after(function, outer):
         stored = _stored(loop)
@@ -61,10 +60,9 @@ def _stored(loop: Loop) -> int:
 
 
 def find_tiles(function: Function) -> dict[TileKind, list[Instruction]]:
-    """The ways once around the loop over tiles of keys, by what a warp does with the tile.
+    """The paths once around the loop over tiles of keys, by the kind of the tile.
 
-    That loop may hold one of its own over tiles that nothing masks; those that it leaves over then go through the rest
-    of the outer one.
+    That loop may contain an inner loop over unmasked tiles; remaining tiles go through the rest of the outer loop.
     Raises ValueError when the control flow is not that of an attention kernel.
     """
     outer = main_loop(function)
@@ -84,7 +82,7 @@ def find_tiles(function: Function) -> dict[TileKind, list[Instruction]]:
 
 
 def _masking_blocks(loop: Loop, full: list[Instruction]) -> set[int]:
-    """Blocks that put -infinity into scores, beside the way of full tiles."""
+    """Blocks off the path of full tiles that write -infinity to scores."""
     usual = {instruction.address for instruction in full}
     counts = {a: _count_masking(block) for a, block in loop.blocks.items() if a not in usual}
     least = max(_FEWEST_MASKED, max(counts.values(), default=0) // 2)
@@ -96,9 +94,9 @@ def _count_masking(block: Block) -> int:
 
 
 def _masked(loop: Loop, trips: Mapping[int, int], full: list[Instruction], masking: set[int]) -> list[Instruction]:
-    """With the diagonal through the tile: the shortest way past blocks that mask.
+    """The path of a tile that the diagonal crosses: the shortest through blocks that mask.
 
-    Where the way without masks passes such blocks, every tile is masked and there is no other way.
+    Where the path without masks contains such blocks, every tile is masked and there is no other path.
     """
     ways = (steady_path(loop, trips, through={address}, around=set(trips)) for address in masking)
     return min(ways, key=len, default=full)
@@ -107,9 +105,9 @@ def _masked(loop: Loop, trips: Mapping[int, int], full: list[Instruction], maski
 def _tested(
     loop: Loop, trips: Mapping[int, int], full: list[Instruction], masked: list[Instruction], masking: set[int]
 ) -> list[Instruction]:
-    """In the code for tiles that may be masked, around what masks: neither where full tiles alone go.
+    """The path of code for tiles that may be masked, without blocks that mask and without those of full tiles only.
 
-    Where a kernel has one piece of code for both, this is the way of full tiles.
+    Where a kernel has the same code for both, this is the path of full tiles.
     """
     shared = {instruction.address for instruction in masked}
     own = {i.address for i in full if i.address in loop.blocks and i.address not in shared}
@@ -118,7 +116,7 @@ def _tested(
 
 
 def _skipped(loop: Loop, trips: Mapping[int, int], full: list[Instruction]) -> list[Instruction]:
-    """Past all blocks with HMMA, where there is such a way."""
+    """The path without any block with HMMA, where there is one."""
     blocks = {address for address, block in loop.blocks.items() if count_hmma(block.instructions)}
     try:
         return steady_path(loop, trips, around=blocks)

@@ -8,8 +8,8 @@ PyTorch tries them in the order below and takes the first that allows the head d
     more                 fmha_cutlassF_f16_aligned_32x128_gmem_sm70   128 columns at a time, results in global memory
 
 ("aligned" asks for rows that start at multiples of 16 bytes.) Causal or not, with a bias, with dropout: it is always
-the same kernel, which branches around what a call does not need. Which blocks a plain call runs had to be read in the
-machine code, so the addresses below hold for one wheel; another one is refused.
+the same kernel, which branches around code that a call does not need. The blocks of a plain call were found by reading
+the machine code, so the addresses below hold for one wheel. Other wheels are refused.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LIBRARY = "torch/lib/libtorch_cuda.so"
 class _Cubin:
     """One of the few hundred cubins of PyTorch's library."""
 
-    kernel: str  # one that no other of them holds
-    sha256: str  # when its machine code was read
+    kernel: str  # a kernel that only this cubin holds
+    sha256: str  # of the cubin whose machine code was read
 
 
-# By the names of the files that keep them.
+# Cubins by the names of their files.
 _CUBINS = {
     "attention_sm70.cubin": _Cubin(
         "fmha_cutlassF_f16_aligned_64x64_rf_sm70", "91048dd98e990a1fbde438df9ba49257bcaed2bf97dab2a1c8e6a0518a0d2660"
@@ -55,18 +55,18 @@ _CUBINS = {
 
 @dataclass(frozen=True)
 class PeerKernel:
-    """One of the three kernels, and where in its machine code what is found."""
+    """One of the three kernels, with addresses in its machine code."""
 
     name: str
     tile_m: int  # query rows of a CTA
     tile_n: int  # keys of a tile
     max_headdim: int
-    shared_bytes: int  # of a CTA, added up from the addresses it uses
+    shared_bytes: int  # per CTA, added up from the addresses it uses
     qk_loop: int  # over 32 columns of queries and keys
     pv_loop: int  # over 32 keys
     prefetches: frozenset[int]  # loads in these two loops for the next trip, which the last trip does without
     value_loop: int | None  # over 128 columns of values
-    through: frozenset[int]  # blocks that every tile but the first runs, although branches lead around them
+    through: frozenset[int]  # blocks that every tile but the first runs, although a branch may skip them
     around: frozenset[int]  # bias and dropout
     causal_mask: int  # the block that a tile on the diagonal runs besides
 
@@ -81,7 +81,7 @@ class PeerKernel:
         return trips
 
     def path(self, function: Function, headdim: int, *, masked: bool = False) -> list[Instruction]:
-        """What a warp executes for a tile of keys, full or masked: one that does not raise the maximum of a row."""
+        """The instructions of a warp for a tile of keys, full or masked, that does not raise the maximum of a row."""
         through = self.through | ({self.causal_mask} if masked else set())
         path = steady_path(main_loop(function), self.trips(headdim), through, self.around)
         return self.without_last_prefetches(path, headdim)
@@ -169,7 +169,7 @@ def cutlass_kernels() -> dict[str, Function]:
 def find_kernel(file: str, name: str) -> Function:
     """A kernel of PyTorch's, disassembled. The first call on a machine downloads a wheel of 820 MB.
 
-    file: one of those that keep cubins of the wheel.
+    file: one of the files with cubins of the wheel.
     Raises CompileError when it cannot be had or is not the one that was read.
     """
     return next(function for function in _disassembled(file) if name in function.name)

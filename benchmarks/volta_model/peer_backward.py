@@ -26,22 +26,22 @@ from . import peer
 from .flow import Loop, loops, steady_path, tile_loop
 from .sass import Function, Instruction
 
-_STEP = 32  # of the inner dimension of a product, once around its loop
+_STEP = 32  # step of the inner dimension of a product, once around its loop
 
 
 @dataclass(frozen=True)
 class BackwardPeer:
-    """One of the kernels, and where in its machine code what is found."""
+    """One of the kernels, with addresses in its machine code."""
 
     name: str
-    file: str  # of the cubin
+    file: str  # file of the cubin
     tile_m: int  # queries of a tile
     tile_n: int  # keys of a CTA
     max_headdim: int
     num_warps: int
     registers: int
     shared_bytes: int  # of a CTA, added up from the addresses it uses
-    # Loops of products, by what they go over.
+    # Loops of products, by the dimension that they go over.
     over_columns: tuple[int, int]  # q k^T, do v^T
     over_queries: tuple[int, int]  # p^T do, ds^T q
     over_keys: int  # ds k
@@ -61,7 +61,7 @@ class BackwardPeer:
         return trips
 
     def path(self, function: Function, headdim: int) -> list[Instruction]:
-        """What the first warp of a CTA executes for a tile of queries, neither the first nor the last, unmasked.
+        """The instructions of the first warp of a CTA for an unmasked tile of queries, neither the first nor the last.
 
         It finds the lock open. No CTA before it has finished this tile.
         """
@@ -70,7 +70,7 @@ class BackwardPeer:
         return without_last_prefetches(loop, trips, path)
 
     def delta_path(self, function: Function) -> list[Instruction]:
-        """What a warp executes for delta of a tile of queries, the headdim being a multiple of 8."""
+        """The instructions of a warp for delta of a tile of queries, for a headdim that is a multiple of 8."""
         loop = next(loop for loop in loops(function) if loop.header == self.delta_loop)
         return steady_path(loop, {})
 
@@ -147,7 +147,7 @@ def serving(headdim: int) -> BackwardPeer:
 
 
 def function(kernel: BackwardPeer) -> Function:
-    """Its machine code. Raises CompileError like peer.find_kernel; ValueError when its loop has not five products."""
+    """Its machine code. Raises CompileError like peer.find_kernel; ValueError for a loop without five products."""
     found = peer.find_kernel(kernel.file, kernel.name)
     loop = tile_loop(found)
     products = {inner.header for inner in loop.nested() if not inner.inner and inner.hmma}

@@ -1,8 +1,8 @@
-"""From a disassembled kernel and its launch to predicted time, speed and what limits it.
+"""Predicts time, speed and limits of a disassembled kernel and its launch.
 
-An SM with as many CTAs as fit is simulated for a few tiles of keys, then for more: the difference is what a tile takes,
-the rest overhead. The same for SMs that hold fewer, as at the end of a grid. grid.py then counts cycles until the last
-CTA of all ends. report.LEFT_OUT says what is not modelled.
+An SM with as many CTAs as fit is simulated for a few tiles of keys, then for more: the difference is the time of a
+tile, the rest is overhead. The same is done for SMs that hold fewer, as at the end of a grid. grid.py then counts
+cycles until the last CTA ends. report.LEFT_OUT says what is not modelled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ TILES = (2, 8)  # twice as many change predictions by 2% at most
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of one launch. Shares are of cycles in the steady state on a full SM."""
+    """The model's figures for one launch. Shares are of cycles in the steady state on a full SM."""
 
     problem: Problem
     residents: int  # CTAs of an SM
     tile_cycles: float  # of an SM for a tile of keys of one CTA, when full
-    tensor_cycles: float  # of these, those that the tensor cores need at their peak rate
+    tensor_cycles: float  # those of them that the tensor cores need at their peak rate
     overhead_cycles: float  # of a CTA outside the steady state, when the SM is full
     seconds: float
-    tflops: float  # useful ones
+    tflops: float  # useful TFLOPS
     waves: float
     wave_efficiency: float  # time of all tiles at the pace of a full GPU, over predicted time
     issue_share: float
@@ -41,7 +41,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """In a few words."""
+        """The limiting resource, in a few words."""
         tensor = self.unit_shares["tensor"]
         reasons = sorted(self.lost_shares.items(), key=lambda item: -item[1])[:3]
         named = ", ".join(f"{name} {share:.0%}" for name, share in reasons if share >= 0.005)
@@ -49,9 +49,9 @@ class Prediction:
 
 
 class Model:
-    """One kernel on one chip; keeps what its simulations found, since many problems need the same.
+    """One kernel on one chip. It caches results of simulations, since many problems need the same.
 
-    tiles: of keys, that are simulated for the overhead of a CTA, and for the pace of a tile.
+    tiles: numbers of tiles of keys that are simulated, for the overhead of a CTA and for the pace of a tile.
     """
 
     def __init__(self, paths: Paths, launch: Launch, chip: Chip = V100, tiles: tuple[int, int] = TILES) -> None:
@@ -94,13 +94,13 @@ class Model:
         )
 
     def _pace(self, residents: int, causal: bool) -> Pace:
-        """Of a tile: by how much the longer simulation takes longer. Overhead is what remains of the shorter."""
+        """The pace of a tile: the difference of two simulations. The rest of the shorter one is overhead."""
         less, more = self._simulate(residents, self._few, False), self._simulate(residents, self._many, False)
         tile = (more.cycles - less.cycles) / (self._many - self._few)
         return Pace(max(1.0, self._simulate(residents, self._few, causal).cycles - self._few * tile), tile)
 
     def _simulate(self, residents: int, full_tiles: int, causal: bool) -> Outcome:
-        """An SM with CTAs of so many full tiles and, when causal, those of the diagonal besides."""
+        """Simulates an SM with CTAs of `full_tiles` full tiles and, when causal, those of the diagonal besides."""
         key = residents, full_tiles, causal
         if key not in self._outcomes:
             warps = [
@@ -111,7 +111,7 @@ class Model:
         return self._outcomes[key]
 
     def _diagonal(self, warp: int) -> list[TileKind]:
-        """What a warp does with the last tiles of keys of a causal problem, from the first that some warp masks."""
+        """The kinds of the last tiles of keys of a warp in a causal problem, from the first that some warp masks."""
         launch = self.launch
         problem = Problem(math.lcm(launch.tile_m, launch.tile_n) * 2, 1, 1, 1, causal=True)
         m_tile = launch.num_m_tiles(problem) - 1

@@ -1,6 +1,6 @@
 """Speeds of PyTorch's CUTLASS kernel that others have measured on V100s: what the model is judged on.
 
-Neither the clock nor the module, SXM2 or PCIe, nor the version of the library was told with them.
+Their clock, module (SXM2 or PCIe) and version of the library are unknown.
 """
 
 from __future__ import annotations

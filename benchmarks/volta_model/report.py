@@ -1,4 +1,4 @@
-"""The model's tables: published figures beside predicted ones, then our kernel beside PyTorch's."""
+"""The model's tables: published and predicted figures, then our kernel and PyTorch's."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DERATING = 0.25  # a guess on the safe side: cuBLAS reaches 83 of 125 TFLOPS, a 
 
 @dataclass(frozen=True)
 class Judged:
-    """A published figure and what the model says of it."""
+    """A published figure and its prediction."""
 
     figure: Figure
     prediction: Prediction
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the measurement."""
+        """Error of the prediction, relative to the measurement."""
         return self.prediction.tflops / self.figure.tflops - 1.0
 
 
@@ -51,26 +51,26 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """How much faster ours is."""
+        """The speedup of our kernel."""
         return self.theirs.seconds / self.ours.seconds
 
     @property
     def derated_ratio(self) -> float:
-        """Likewise if ours alone missed its prediction by DERATING: a pessimistic bound."""
+        """The speedup if only our kernel missed its prediction by DERATING: a pessimistic bound."""
         return self.ratio * (1.0 - DERATING)
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """What follows when one figure of the chip is another."""
+    """The effect of changing one figure of the chip."""
 
     change: str
-    largest_error: float  # on the published figures of S 4096 without a mask
+    largest_error: float  # for the published figures of S 4096 without a mask
     ratios: Sequence[float]  # of predicted seconds at S 4096, PyTorch's over ours, one for each head dimension
 
 
 def errors_line(judged: Iterable[Judged]) -> str:
-    """Every error on the published figures, to stand beside predictions."""
+    """Every error for the published figures, to print with predictions."""
     errors = ", ".join(f"{each.figure.problem.name} {each.error:+.1%}" for each in judged)
     return f"Errors of the model on the published V100 figures of PyTorch's CUTLASS kernel: {errors}."
 
@@ -100,7 +100,7 @@ def judged_table(judged: Iterable[Judged]) -> str:
 
 
 def compared_table(compared: Iterable[Compared]) -> str:
-    """Our kernel beside PyTorch's, in Markdown."""
+    """Our kernel and PyTorch's, in Markdown."""
     rows = [
         (
             each.ours.problem.name,
@@ -130,7 +130,7 @@ def compared_table(compared: Iterable[Compared]) -> str:
 
 
 def assumptions_table(assumptions: Iterable[Assumption], headdims: Sequence[int]) -> str:
-    """What the guesses matter, in Markdown."""
+    """The effect of the guesses, in Markdown."""
     head = (
         "changed figure",
         "largest error on published at S4096, no mask",
@@ -150,7 +150,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def as_json(
     judged: Iterable[Judged], compared: Iterable[Compared], assumptions: Iterable[Assumption]
 ) -> dict[str, Any]:
-    """All of it, every number labelled predicted or measured."""
+    """All results, every figure labelled predicted or measured."""
     return {
         "published": [
             {

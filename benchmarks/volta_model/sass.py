@@ -9,8 +9,8 @@ An instruction has 128 bits. The uppermost tell the scheduler what it may do, on
     bits 116..121  wait mask      scoreboards that must be free before the instruction issues
     bits 122..125  reuse          operands that stay in the register cache for the next instruction
 
-Some descriptions have the yield bit the other way round. Every kernel shows that 0 yields: operands in the register
-cache are lost when another warp comes between, and no instruction that keeps any has 0 there.
+Some descriptions have the yield bit the other way round. Every kernel shows that 0 yields. Operands in the register
+cache are lost when another warp issues in between, and no instruction that keeps operands has 0 there.
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """Bytes that a thread loads or stores; 4 for what is no access to memory."""
+        """Bytes that a thread loads or stores; 4 for instructions that do not access memory."""
         return next((int(size) // 8 for size in re.findall(r"\.[US]?(8|16|64|128)\b", self.opcode)), 4)
 
     @property
     def is_off(self) -> bool:
-        """No thread ever executes it: it takes an issue slot and nothing else."""
+        """Whether no thread ever executes it: it only takes an issue slot."""
         return self.predicate == _NEVER
 
     def switched_off(self) -> Instruction:
-        """This instruction where no thread executes it, although its predicate does not say so to a reader."""
+        """This instruction, marked as executed by no thread, which its predicate does not show."""
         return dataclasses.replace(self, predicate=_NEVER)
 
 
 @dataclass(frozen=True)
 class Function:
-    """One kernel, or a function that kernels call. The last three are None where the resource usage was not printed."""
+    """One kernel, or a function that kernels call. The last three fields are None without resource usage."""
 
     name: str
     instructions: tuple[Instruction, ...]
-    registers: int | None = None  # of a thread
-    shared_bytes: int | None = None  # of a CTA, without what the launch adds
-    stack_bytes: int | None = None  # of a thread
+    registers: int | None = None  # per thread
+    shared_bytes: int | None = None  # per CTA, without dynamic shared memory
+    stack_bytes: int | None = None  # per thread
 
 
 def parse(text: str) -> list[Function]:

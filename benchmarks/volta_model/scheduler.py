@@ -1,4 +1,4 @@
-"""One of a multiprocessor's four schedulers with its warps, its units and its queue to what is shared."""
+"""One of a multiprocessor's four schedulers with its warps, its units and its queue to shared resources."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Warp:
     cta: int
     path: list[Operation]
     position: int = 0
-    ready: float = 0.0  # when the next operation may issue, units aside; NEVER at a barrier and after the last
-    reason: str = "stall counts"  # of the wait until then
+    ready: float = 0.0  # when the next operation may issue, units aside; NEVER at a barrier and after the last one
+    reason: str = "stall counts"  # reason of the wait until then
     scoreboards: list[float] = field(default_factory=lambda: [0.0] * 6)
     waits_for: list[str] = field(default_factory=lambda: [""] * 6)  # what will release each scoreboard
     yielded: bool = False
 
     @property
     def finished(self) -> bool:
-        """It has executed everything."""
+        """Whether it has executed everything."""
         return self.position >= len(self.path)
 
 
@@ -48,10 +48,10 @@ class Scheduler:
         self._global = global_memory
         self._instructions = Instructions(chip, instructions)
         self._unit_free = [0.0] * len(Unit)
-        self._queue: deque[float] = deque()  # when those in it leave it
-        self._way_free = 0.0  # from the queue to memory
+        self._queue: deque[float] = deque()  # when operations leave the queue
+        self._way_free = 0.0  # the path from the queue to memory
         self._last: Warp | None = None
-        self._idle: tuple[float, str] | None = None  # since when, and for what
+        self._idle: tuple[float, str] | None = None  # idle since when, and why
         self.warps: list[Warp] = []
         self.busy = dict.fromkeys(Unit, 0.0)  # cycles
         self.lost: Counter[str] = Counter()  # cycles in which the tensor cores are idle, by reason
@@ -85,14 +85,14 @@ class Scheduler:
         return best, soonest
 
     def _count_idle(self, now: float) -> None:
-        """Until now, nothing has issued since the scheduler last found nothing to issue."""
+        """Counts idle cycles since the scheduler last found nothing to issue."""
         if self._idle is not None:
             since, reason = self._idle
             self._idle = None
             self._count_lost(since, now, reason)
 
     def _count_lost(self, since: float, until: float, reason: str) -> None:
-        """Of some cycles, those in which the tensor cores idle."""
+        """Counts those of some cycles in which the tensor cores idle."""
         idle = until - max(since, math.floor(self._unit_free[Unit.TENSOR]))
         if idle > 0:
             self.lost[reason] += int(idle)
@@ -106,12 +106,12 @@ class Scheduler:
             if len(self._queue) < self._chip.queue_length:
                 return now, ""
             return self._queue[0], "memory queue"
-        # A unit keeps fractions of a cycle: what is free before the cycle ends is free.
+        # A unit keeps fractions of a cycle. If it becomes free before the cycle ends, it counts as free.
         free = self._unit_free[unit]
         return (now, "") if free < now + 1 else (math.floor(free), f"{unit.name.lower()} unit")
 
     def issue(self, warp: Warp, now: float) -> None:
-        """One operation of a warp."""
+        """Issues one operation of a warp."""
         operation = warp.path[warp.position]
         unit = operation.unit
         if unit is not Unit.TENSOR:
@@ -131,7 +131,7 @@ class Scheduler:
         self._advance(warp, operation, now)
 
     def _enqueue(self, warp: Warp, operation: Operation, now: float) -> None:
-        """Operations leave the queue in order, each when its unit takes it."""
+        """Enqueues an operation. Operations leave the queue in order, each when its unit takes it."""
         unit = operation.unit
         first = max(now + self._chip.queue_delay, self._queue[-1] if self._queue else 0.0)
         if unit is Unit.SPECIAL:
@@ -149,7 +149,7 @@ class Scheduler:
             self._hold(warp, operation.read_barrier, leaves + operation.read_latency, "operands read")
 
     def _access(self, operation: Operation, first: float) -> tuple[float, float]:
-        """When an access to memory leaves the queue, and when its last byte passes; latency not counted."""
+        """When an access to memory leaves the queue, and when its last byte passes; without latency."""
         leaves = done = first
         if operation.wavefronts:
             done = self._shared.serve(first, operation.wavefronts) - 1
@@ -165,7 +165,7 @@ class Scheduler:
             warp.waits_for[scoreboard] = reason
 
     def _advance(self, warp: Warp, operation: Operation, now: float) -> None:
-        """To the next operation: when it may issue, as far as the warp itself decides that."""
+        """Advances a warp to its next operation, and sets the earliest time when that may issue."""
         warp.position += 1
         if warp.finished:
             warp.ready = NEVER

@@ -1,6 +1,6 @@
-"""The disassembler, and files out of packages that pip brings: kept in a folder of the user's cache, so fetched once.
+"""The disassembler, and files of packages that pip fetches, kept in a folder of the user's cache.
 
-CUDA 13's cuobjdump no longer reads Volta's machine code. The last that pip can bring is CUDA 12.8's, in a wheel of
+CUDA 13's cuobjdump no longer reads Volta's machine code. The last one on PyPI that does is CUDA 12.8's, in a wheel of
 Triton. Everything here needs Linux on x86-64.
 """
 
@@ -24,12 +24,12 @@ from .sass import Function, parse
 TRITON = "triton==3.3.1"
 _TRITON_FOLDER = "triton/backends/nvidia/bin/"
 _LAST_FOR_VOLTA = 12  # major version of CUDA
-# pip takes wheels for this platform, whichever Python runs it.
+# pip takes wheels for this platform, with any Python.
 _PLATFORM = ("--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_28_x86_64")
 
 
 def cache_folder() -> Path:
-    """Where downloaded tools and kernels stay: beside the folder of FASTATTENTION_CACHE."""
+    """The folder of downloaded tools and kernels, next to the folder of FASTATTENTION_CACHE."""
     return config.kernel_cache().with_name("fastattention-volta")
 
 
@@ -55,7 +55,7 @@ def version(tool: Path) -> str:
 
 
 def disassemble(cubin: Path) -> list[Function]:
-    """The functions of a cubin, with what they take of a multiprocessor. Raises CompileError when it cannot be read."""
+    """The functions of a cubin, with their resource usage. Raises CompileError when it cannot be read."""
     return parse(run([str(cuobjdump()), "-sass", "--dump-resource-usage", str(cubin)]))
 
 
@@ -73,7 +73,7 @@ def downloaded(requirement: str) -> Iterator[zipfile.ZipFile]:
 
 
 def install(content: bytes, path: Path, mode: int = 0o644) -> None:
-    """Write a file at once: nobody finds half of it."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
@@ -82,7 +82,7 @@ def install(content: bytes, path: Path, mode: int = 0o644) -> None:
 
 
 def run(command: list[str], folder: Path | None = None) -> str:
-    """What a program prints, started in a folder. Raises CompileError with its complaint when it fails."""
+    """The output of a program, run in a folder. Raises CompileError with its error message when it fails."""
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise CompileError(f"{' '.join(command[:4])} ... fails: {result.stderr.strip() or result.stdout.strip()}")

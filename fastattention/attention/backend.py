@@ -1,4 +1,4 @@
-"""AttentionBackend: what every engine of attention implements, and ATTENTION_BACKENDS, those there are.
+"""AttentionBackend: the interface of attention backends. ATTENTION_BACKENDS lists them.
 
 docs/internals/adding-a-backend.md adds one.
 """
@@ -32,11 +32,11 @@ class AttentionBackend(Backend[Problem, Inputs, AttentionOutput]):
         """
 
     def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
-        """`forward` for this problem."""
+        """A function that does what `forward` does for this problem."""
         return functools.partial(self.forward, problem)
 
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
-        """Main-memory traffic of a problem that `why_not` accepted; its bounds alone where kernels are not modelled.
+        """Main-memory traffic of a problem that `why_not` accepted; only its bounds where kernels are not modelled.
 
         None for a problem that is not modelled at all (`is_modelled`).
         """

@@ -1,8 +1,8 @@
 """Floating-point operations of attention, for torch.utils.flop_counter, counted as torch counts its own attention.
 
-Masks do not lessen them: torch counts causal attention, windows and biases as full attention, and so are block masks
-counted. Sequences of a varlen batch count with their own lengths, and those of a cache with the tokens that it holds
-after the call.
+Masks do not reduce the count: torch counts causal attention, windows and biases as full attention, and we count block
+masks so too. Sequences of a varlen batch count with their own lengths, and those of a cache with the tokens that it
+holds after the call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def of_kvcache(arguments: Mapping[str, Any]) -> int:
 
 
 def _pairs(arguments: Mapping[str, Any]) -> int:
-    """Pairs of a query and a key of one sequence. Where offsets have no values all sequences count as the longest."""
+    """Pairs of a query and a key of one sequence. Without values of offsets, every sequence counts as the longest."""
     q, k, offsets_q, offsets_k = (arguments[name] for name in ("q", "k", "cu_seqlens_q", "cu_seqlens_k"))
     if offsets_q is None or offsets_k is None:
         return int(q.shape[0] * q.shape[1] * k.shape[1])

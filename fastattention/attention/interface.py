@@ -419,13 +419,13 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
 
 
 def _dropout_seed(q: Tensor) -> Tensor:
-    """A seed from torch's generator. A tensor, so that a traced call draws a new one each time it runs."""
+    """A seed from torch's generator. It is a tensor, so that a traced call draws a new one each time it runs."""
     require_tensor("q", q)
     return torch.randint(2**62, (), dtype=torch.int64, device=q.device)
 
 
 def _read_longest(name: str, value: object) -> int | None:
-    """A maximum of varlen lengths; a tensor is read, and other numbers are checked with the lengths."""
+    """A maximum of varlen lengths; a tensor is read, and other values are checked with the lengths."""
     return read_int(name, value) if isinstance(value, Tensor) else value  # type: ignore[return-value]
 
 

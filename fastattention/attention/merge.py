@@ -51,7 +51,7 @@ def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | 
             if not torch.compiler.is_compiling():
                 check_kinds(_named(outs, lses))
             return merge_parts(outs, lses)
-        pointers(*outs, *lses)  # torch.stack does not look whether there is memory at all
+        pointers(*outs, *lses)  # raises where a tensor has no memory, which torch.stack does not check
         problem = MergeProblem(*first, needs_grad(*outs, *lses))
         return select_merging_backend(problem).merge(problem, [last_axis_contiguous(out) for out in outs], lses)
     except RuntimeError:

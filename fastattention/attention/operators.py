@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[Sequence[int], torch.dtype]]
 
 
 class _AttentionOperator(Operator[G, Options, Problem, Inputs, AttentionOutput, AttentionBackend]):
-    """What operators of attention have in common, whatever tensors callers give."""
+    """The common base of operators of attention, for any tensors that callers give."""
 
     registry = ATTENTION_BACKENDS
     fallback = "sdpa"
@@ -113,7 +113,7 @@ class Attention(_AttentionOperator[Inputs]):
         if given.cu_seqlens_q is None:
             return given, options
         longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
-        if longest_k is None:  # nobody knows how many keys they are for
+        if longest_k is None:  # the number of keys is unknown
             given = given._replace(attn_bias=None, block_mask=None)
         if longest_q is None:
             given = given._replace(block_mask=None)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # of keys; of values
-BLOCK_STEP = 64  # sizes of blocks of a block mask are multiples: tiles of kernels are within a block, or of whole ones
+MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # the largest head dimensions of keys and of values
+BLOCK_STEP = 64  # block sizes of a block mask are multiples of it, so that tiles of kernels and blocks nest
 
 
 class Layout(enum.Enum):
@@ -56,11 +56,11 @@ class Problem:
     block_size: tuple[int, int] | None = None  # (block_m, block_n) of the block mask in tokens; None without one
     dropout_p: float = 0.0
     deterministic: bool = False
-    qk_dtype: torch.dtype | None = None  # of numbers that q @ k^T multiplies: int8; None when they have `dtype`
+    qk_dtype: torch.dtype | None = None  # int8 when q @ k^T multiplies int8 values; None when it multiplies `dtype`
     grads: tuple[str, ...] = ()  # fields of Inputs whose gradients autograd will ask for
     in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
     return_lse: bool = False
-    return_mask: bool = False  # with dropout: also what flash-attn calls S_dmask
+    return_mask: bool = False  # with dropout: also return what flash-attn calls S_dmask
     page_block_size: int | None = None  # tokens a page; None when k and v are not paged
     panel_size: int = 0  # tokens of a panel of a cache in panels (backends/common/panel_cache.py); 0: rows
     seqlen_new: int = 0  # tokens appended to the cache by this call
@@ -70,7 +70,7 @@ class Problem:
     cache_dtype: torch.dtype | None = None  # of quantized caches: int8 or float8_e4m3fn; None when they have `dtype`
 
     def __hash__(self) -> int:
-        """Computed once: every call looks its problem up several times, and hashing it costs as much as a launch."""
+        """The hash, computed once: calls look their problem up several times, and hashing takes as long as a launch."""
         known: int | None = self.__dict__.get("_hash")
         if known is None:
             known = hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
@@ -78,7 +78,7 @@ class Problem:
         return known
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which another process computes differently."""
+        """The fields without the hash, which another process computes differently."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
@@ -152,9 +152,9 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None = None  # float32 (nheads,) or (batch_size, nheads)
     attn_bias: Tensor | None = None  # expanded: (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
     sinks: Tensor | None = None  # float32 (nheads,)
-    dropout_seed: Tensor | None = None  # int64 scalar: of dropout (backends/common/dropout.py)
+    dropout_seed: Tensor | None = None  # int64 scalar: the seed of dropout (backends/common/dropout.py)
     block_mask: Tensor | None = None  # bool, expanded: Problem.blocks_shape, any strides; True where a block is kept
-    # From here on of calls with a cache, or made by backends.
+    # The fields below belong to calls with a cache, or are made by backends.
     cache_seqlens: Tensor | None = None  # int32 (batch_size,), tokens in the cache before this call appends
     cache_batch_idx: Tensor | None = None  # int32 (batch_size,)
     cache_leftpad: Tensor | None = None  # int32 (batch_size,)
@@ -162,23 +162,23 @@ class Inputs(NamedTuple):
     v_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim_v)
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2), dtype of q
     rotary_sin: Tensor | None = None
-    # float32, as k without its last axis: the scales of a quantized cache. Where a backend has made keys int8 for
-    # products in it, one scale for KEYS_OF_SCALE keys (quantized.py): (batch_size, groups, nheads_k).
+    # float32, as k without its last axis: the scales of a quantized cache. Where a backend has quantized keys for int8
+    # products, each scale serves KEYS_OF_SCALE keys (quantized.py): (batch_size, groups, nheads_k).
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    q_scale: Tensor | None = None  # float32, as lse: of queries that a backend has made int8 for products in it
-    q_shift: Tensor | None = None  # as q_scale: products of queries with the mean that keys have lost
+    q_scale: Tensor | None = None  # float32, as lse: scales of queries that a backend has quantized for int8 products
+    q_shift: Tensor | None = None  # as q_scale: products of queries with the mean that was subtracted from keys
 
 
 class OutputGradients(NamedTuple):
-    """What a backward starts from; either may be None, but not both. Backends get contiguous ones."""
+    """The gradients that a backward starts from. Either may be None, but not both. Backends get contiguous ones."""
 
     out: Tensor | None  # as AttentionOutput.out
     lse: Tensor | None  # as AttentionOutput.lse
 
 
 class MergeProblem(NamedTuple):
-    """One call of merge_attn_states without its numbers; any number of parts."""
+    """One call of merge_attn_states without the values of its tensors; any number of parts."""
 
     out_shape: tuple[int, ...]  # (batch_size, seqlen_q, nheads, headdim_v), or (total_q, nheads, headdim_v)
     dtype: torch.dtype  # of out
@@ -187,9 +187,10 @@ class MergeProblem(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What a backend returns."""
+    """The results of a backend."""
 
     out: Tensor  # Problem.out_shape, dtype of q, contiguous
     lse: Tensor | None  # float32 Problem.lse_shape, contiguous, or None when not asked for
-    # With Problem.return_mask: weights, negative where dropped; (batch_size, nheads, seqlen_q, seqlen_k), dtype of q.
+    # The weights, negative where dropped, with Problem.return_mask: (batch_size, nheads, seqlen_q, seqlen_k), dtype of
+    # q.
     dropout_mask: Tensor | None = None

@@ -11,7 +11,8 @@ Backends are tested against it; it is not one of them. The file reads top down:
     _attend                 scores, softcap, ALiBi, bias, masks, softmax, weighted values: all that "attention" means
     _hidden_keys, _kept_keys, _softmax  the masks; the softmax with sinks and with rows that have no keys
 
-Called like this, and likewise with prepare_varlen and prepare_kvcache of `fastattention.attention.validation`:
+It is called like this, and in the same way with prepare_varlen and prepare_kvcache of
+`fastattention.attention.validation`:
 
     problem, inputs = prepare_dense(q, k, v, Options(causal=True))
     out, lse, _ = reference_attention(problem, inputs)
@@ -45,8 +46,8 @@ class _Sequence(NamedTuple):
     v: Tensor  # (seqlen_k, nheads_k, headdim_v)
     alibi_slopes: Tensor | None  # (nheads,)
     bias: Tensor | None  # (nheads, seqlen_q, seqlen_k)
-    keep: Tensor | None  # bool (nheads, seqlen_q, seqlen_k), of dropout
-    blocks: Tensor | None  # bool (nheads, rows, columns), the block mask, and more of it than the sequence has
+    keep: Tensor | None  # bool (nheads, seqlen_q, seqlen_k), False where dropout strikes
+    blocks: Tensor | None  # bool (nheads, rows, columns), the block mask, which may extend past the sequence
 
 
 def reference_attention(
@@ -194,7 +195,7 @@ def _kvcache_sequence(problem: Problem, inputs: Inputs, index: int) -> tuple[Ten
     end = int(_given(inputs.cache_seqlens)[index]) + problem.seqlen_new
     where = _cache_index(problem, inputs, index, torch.arange(start, end, device=problem.device))
     k, v = inputs.k[where], inputs.v[where]
-    if problem.cache_dtype is not None:  # exactly: stored numbers and scales have 32 significant bits together
+    if problem.cache_dtype is not None:  # exactly: stored values and scales have 32 significant bits together
         k = k.double() * _given(inputs.k_scale)[where].double().unsqueeze(-1)
         v = v.double() * _given(inputs.v_scale)[where].double().unsqueeze(-1)
     return inputs.q[index], k, v
@@ -254,9 +255,9 @@ def _attend(
 
 
 def _multiplied_as(qk_dtype: torch.dtype, sequence: _Sequence) -> _Sequence:
-    """With the queries and keys that quantized numbers stand for: q . k becomes stored_q . stored_k + q . mean.
+    """The sequence with dequantized queries and keys: q . k becomes stored_q . stored_k + q . mean.
 
-    The last product, which quantizes nothing, is that of one more element of each query with a 1 in each key.
+    The last product is not quantized. One more element of each query, which meets a 1 in each key, adds it.
     """
     *stored_keys, mean = quantize_keys(sequence.k, qk_dtype)
     of_mean = sequence.q.double() * mean.double().repeat_interleave(sequence.q.shape[1] // len(mean), dim=0)

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Attention(str, Enum):
-    """--attn: who computes attention inside a Transformers model."""
+    """--attn: the implementation of attention inside a Transformers model."""
 
     EAGER = "eager"
     SDPA = "sdpa"
@@ -14,7 +14,7 @@ class Attention(str, Enum):
 
 
 class ModelDtype(str, Enum):
-    """--dtype: of weights and activations; AUTO is the one in which the model was stored."""
+    """--dtype: that of weights and activations; AUTO is the one in which the model was stored."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -23,14 +23,14 @@ class ModelDtype(str, Enum):
 
 
 class KernelDtype(str, Enum):
-    """--dtype: of q, k and v of the calls that a GPU kernel is for."""
+    """--dtype: that of q, k and v of the calls that a GPU kernel is for."""
 
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
 
 
 class CheckedDevice(str, Enum):
-    """--device of check: what its list of calls runs on."""
+    """--device of check: the device that its list of calls runs on."""
 
     NPU = "npu"
     CUDA = "cuda"

@@ -33,7 +33,7 @@ def compile_variant(
     cache: str | None,
     output: Path,
 ) -> None:
-    """Write the cubin of the variant that such a call gets to `output`; print what it takes. Needs no GPU.
+    """Write the cubin of the variant that such a call gets to `output`; print its resource usage. Needs no GPU.
 
     decode: one query over a cache; cache: the format of a quantized one, "int8" or "float8", which only a decode reads.
     Raises ArgumentError for a variant that does not exist, CompileError where it cannot be compiled or written.
@@ -48,7 +48,7 @@ def compile_variant(
         _check_forward(arch, dtype, cache)
         kernel = choose_variant(*call, modifies_scores=scores, paged=paged)
     check_output_file(output)
-    compiler.version()  # loads the compiler, which is no part of the kernel's time
+    compiler.version()  # loads the compiler, which does not count as the kernel's time
     start = time.perf_counter()
     with status("compiling"):
         cubin = compiler.compile_kernel(kernel, target)

@@ -1,4 +1,4 @@
-"""What the commands share: progress bars, errors without a traceback, and checks of paths."""
+"""Code that commands share: progress bars, errors without a traceback, and checks of paths."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fastattention.errors import ArgumentError, FastAttentionError
 OUTPUT = Console(highlight=False)
 MESSAGES = Console(stderr=True, highlight=False)
 
-# PyTorch has no type of its own for memory of the host that cannot be had.
+# PyTorch has no exception type for host memory that cannot be allocated.
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Turn an exception of the package, or what the system refuses, into one message and exit status 1.
+    """Turn an exception of the package, or an error of the system, into one message and exit status 1.
 
-    Others are faults of ours: their tracebacks are for a report.
+    Other exceptions are our bugs: their tracebacks are for a bug report.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def errors_as_messages() -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """What an error says to a user; None for a fault of ours, and where nobody reads the output any more."""
+    """An error's message to a user; None for our own bugs, and where the output is no longer read."""
     if isinstance(error, FastAttentionError):
         return str(error)
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
@@ -48,7 +48,7 @@ def reason_of(error: BaseException) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says: libraries add pages of advice."""
+    """The first line of an error's message: libraries add pages of advice."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
@@ -91,7 +91,7 @@ def require_extra(extra: str, module: str) -> None:
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """Shows on standard error that something goes on. It takes a thread: none where nobody looks."""
+    """Shows on standard error that work is going on. It takes a thread, so only if that is a terminal."""
     if not MESSAGES.is_terminal:
         yield
         return
@@ -107,7 +107,7 @@ def progress_bar() -> Progress:
         TaskProgressColumn(),
         TimeElapsedColumn(),
         console=MESSAGES,
-        auto_refresh=MESSAGES.is_terminal,  # it takes threads: none where nobody looks
+        auto_refresh=MESSAGES.is_terminal,  # it takes a thread, so only on a terminal
         transient=True,
         disable=not MESSAGES.is_terminal,
     )

@@ -24,10 +24,10 @@ from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.machine import cpu_model
 from fastattention.errors import ArgumentError
 
-# Of the larger modules of the standard library, one of those that the demo model has not seen in training.
+# A larger module of the standard library that the demo model has not seen in training.
 DEFAULT_SOURCE = Path(functools.__file__)
 SHOWN_CONTEXT_LINES = 6
-READ_BYTES = 1 << 20  # at a time
+READ_BYTES = 1 << 20  # bytes that are read at a time
 
 
 def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> None:
@@ -55,7 +55,7 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
 
 
 def _check_model(model: Path) -> None:
-    """Raises ArgumentError for a folder without a model, and says where the demo's own is."""
+    """Raises ArgumentError for a folder without a model. The message says where the demo's own model is."""
     try:
         check_model_folder(model)
     except ArgumentError as error:
@@ -66,7 +66,7 @@ def _check_model(model: Path) -> None:
 
 
 def read_context(source: Path, context_bytes: int) -> str:
-    """The first `context_bytes` of a text file, cut after the last complete line. Raises ArgumentError without any."""
+    """The first `context_bytes` of a text file, cut after the last complete line. Raises ArgumentError without one."""
     start = b""
     try:
         with source.open("rb") as stream:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DemoRequest:
-    """What to generate, with what."""
+    """What to generate, with which model and attention."""
 
     model: str  # a model folder
     attention: str  # a value of choices.Attention
@@ -18,7 +18,7 @@ class DemoRequest:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out. extra_bytes: resident memory beyond the loaded, warm model; None where it cannot be measured."""
+    """The result of a request. extra_bytes: resident memory beyond the loaded, warm model; None if not measurable."""
 
     attention: str
     tokens: list[int]

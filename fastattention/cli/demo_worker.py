@@ -23,7 +23,7 @@ from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.generation import Events, generate_tokens
 from fastattention.cli.model_folder import load_folder
 
-# The first call of a process pays for threads, code that is loaded late and a first touch of memory.
+# The first call of a process also starts threads, loads code and touches memory for the first time.
 WARM_UP_CHARACTERS, WARM_UP_TOKENS = 64, 4
 
 
@@ -33,7 +33,7 @@ def run(request: DemoRequest) -> Result:
     loaded = load_folder(Path(request.model), Attention(request.attention), ModelDtype.FLOAT32, "cpu")
     generate_tokens(loaded, loaded.codec.encode(request.prompt[:WARM_UP_CHARACTERS]), WARM_UP_TOKENS)
     prompt = loaded.codec.encode(request.prompt)
-    # Half of the bar for the prompt, half for the tokens that follow.
+    # The prompt takes half of the bar, and the tokens that follow the other half.
     events = Events(
         prefill=lambda fraction: emit("progress", fraction / 2),
         token=lambda count: emit("progress", 0.5 + count / request.max_new_tokens / 2),

@@ -11,9 +11,9 @@ from fastattention.errors import ArgumentError
 from fastattention.files import write_atomically
 from fastattention.integrations import kernel_hub
 
-# Transformers takes a kernel for one of flash-attn by the "flash" in its name, and for its version 2 by the 2 behind.
+# Transformers recognizes a kernel of flash-attn by "flash" in its name, and version 2 by the 2 that follows.
 KERNEL = "fastattention/flash-attn2"
-BACKENDS = ("cpu", "cuda")  # what torch is built for; either serves tensors of the CPU too
+BACKENDS = ("cpu", "cuda")  # builds of torch; either also serves tensors on the CPU
 
 _MODULE = f'''"""Attention functions of fastattention. Written by `fastattention export-kernel`."""
 
@@ -26,7 +26,7 @@ __all__ = {json.dumps(kernel_hub.__all__)}
 def export_kernel(folder: Path) -> None:
     """Write the files of the kernel to `folder` and print how to use them.
 
-    folder: one that is not there, with its parents, or an empty one; an earlier export is overwritten.
+    folder: a new one, made with its parents, or an empty one; an earlier export is overwritten.
 
     Raises ArgumentError for a folder with other files, which stays as it is, and for one that cannot be written to.
     """
@@ -59,7 +59,7 @@ def _files() -> dict[str, str]:
         metadata = {
             "id": f"_fastattention_flash_attn2_{backend}",  # the name of the module
             "name": KERNEL.split("/")[1],
-            "version": 1,  # which Transformers asks for where a name comes without one
+            "version": 1,  # the version that Transformers asks for if a name has none
             "license": "Apache-2.0",
             "python-depends": [],
             "backend": {"type": backend},
@@ -70,7 +70,7 @@ def _files() -> dict[str, str]:
 
 
 def _other_than(files: dict[str, str], folder: Path) -> Path | None:
-    """What `folder` holds beside an earlier export of `files`, whatever version wrote it, and its bytecode."""
+    """A path in `folder` that is not part of an earlier export of `files`, by any version, or its bytecode."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         if "__pycache__" in name.parts or (path.is_dir() and not path.is_symlink()):

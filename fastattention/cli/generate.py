@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastattention.cli.model_folder import LoadedModel
     from fastattention.integrations.transformers.cache import FastAttentionCache
 
-TEMPERATURES = 0.001, 1000.0  # beyond, logits have no finite quotient, or none that differs
+TEMPERATURES = 0.001, 1000.0  # outside these, logits over the temperature are infinite, or all alike
 
 
 def generate(
@@ -28,7 +28,7 @@ def generate(
     device: str,
     kv_budget: str | None,
 ) -> None:
-    """Print the prompt and its continuation as it comes, then what it took. The arguments are those of the command."""
+    """Print the prompt and its continuation as it comes, then the speed. The arguments are those of the command."""
     require_extra("transformers", "transformers")
     if kv_budget is not None and attention is not Attention.FAST_ATTENTION:
         raise ArgumentError(f"kv_budget={kv_budget!r} is for --attn fast_attention, got {attention.value}")
@@ -52,7 +52,7 @@ def generate(
 
 
 def _check_numbers(prompt: str, temperature: float, kv_budget: str | None, device: str) -> None:
-    """What can be refused before a model is loaded. Raises ArgumentError."""
+    """Checks arguments before a model is loaded. Raises ArgumentError."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -89,7 +89,7 @@ def _where(cache: FastAttentionCache) -> str:
 def _stream(
     loaded: LoadedModel, prompt: str, max_new_tokens: int, temperature: float, cache: FastAttentionCache | None
 ) -> Generated:
-    """A bar while the prompt is read, then the prompt and its continuation word by word."""
+    """Shows a bar while the prompt is read, then the prompt and its continuation word by word."""
     from fastattention.cli.generation import Events, generate_tokens
 
     tokens = loaded.codec.encode(prompt)
@@ -97,7 +97,7 @@ def _stream(
         task = bar.add_task(f"reading {tokens.shape[1]} tokens", total=1.0)
 
         def on_token(count: int) -> None:
-            if count == 1:  # the text takes the screen over: a bar would erase a line that has begun
+            if count == 1:  # text follows: the bar would erase a line that has begun
                 bar.stop()
                 OUTPUT.out(prompt, end="", style="dim")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generated:
-    """New tokens, and where the time went."""
+    """New tokens, and the times of prefill and decoding."""
 
     tokens: list[int]
     prompt_tokens: int
@@ -39,13 +39,13 @@ class Generated:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """None when there was nothing after the first token."""
+        """Tokens a second after the first; None when there was only one."""
         return (len(self.tokens) - 1) / self.decode_seconds if len(self.tokens) > 1 else None
 
 
 @dataclass(frozen=True)
 class Events:
-    """Whom to tell while it runs."""
+    """Callbacks while generation runs."""
 
     prefill: Callable[[float], None] = lambda fraction: None  # fraction of the prompt's layers done, 0 to 1
     token: Callable[[int], None] = lambda count: None  # number of new tokens so far
@@ -53,13 +53,13 @@ class Events:
 
 
 class _Clock(TextStreamer):
-    """What Transformers calls with the prompt and then with each token."""
+    """A streamer, which Transformers calls with the prompt and then with each token."""
 
     def __init__(self, loaded: LoadedModel, events: Events) -> None:
         super().__init__(loaded.codec, skip_prompt=True)  # type: ignore[arg-type]  # needs no more than decode()
         self._events = events
         self.tokens: list[int] = []
-        self.times: list[float] = []  # of the prompt, then of each token
+        self.times: list[float] = []  # when the prompt came, then each token
 
     def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
@@ -84,7 +84,7 @@ def generate_tokens(
 ) -> Generated:
     """Continue `prompt`, int64 (1, seqlen). temperature 0 always takes the likeliest token.
 
-    With a cache, long prompts are read in chunks: what the model computes meanwhile stays small.
+    With a cache, long prompts are read in chunks, so that activations stay small.
 
     Raises ArgumentError for an empty prompt and for more tokens than the model has positions.
     """
@@ -127,7 +127,7 @@ def _check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: in
 @contextmanager
 def _watched_layers(model: PreTrainedModel, num_chunks: int, on_prefill: Callable[[float], None]) -> Iterator[None]:
     """Tells `on_prefill` after each layer, once through the model for each chunk: the prompt passes first."""
-    # Of a model that does not say how many it has, nothing is told.
+    # Without a known number of layers nothing is reported.
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", -1)
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers)
     handles: list[RemovableHandle] = []

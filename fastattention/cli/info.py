@@ -17,7 +17,7 @@ from fastattention.cli.machine import describe_machine
 
 
 def info() -> None:
-    """Print everything a report of a fault should hold."""
+    """Print everything that a bug report should hold."""
     OUTPUT.print(_machine_table(describe_machine()), _backend_table(), _environment_table(), sep="\n")
 
 

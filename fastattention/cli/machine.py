@@ -21,7 +21,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SOURCES = Path(fastattention.__file__).parent.parent
 # Environment variables that change what a benchmark measures: those of this package, NCCL and OpenMP.
 RECORDED_VARIABLES = ("FASTATTENTION_", "NCCL_", "OMP_")
-# Of the hundred flags a processor reports, those that decide which attention kernel can run.
+# The flags of a processor, among a hundred, that decide which attention kernel can run.
 INTERESTING_FLAGS = (
     "f16c", "fma", "avx2", "avx512f", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16",
     "asimd", "asimdhp", "bf16", "sve", "sve2",
@@ -43,7 +43,7 @@ def describe_machine() -> dict[str, Any]:
         "driver": nvidia_driver(),
         "commit": source_commit(),
         "command": command_line(),
-        "load_average": os.getloadavg()[0],  # of the last minute: who else was busy
+        "load_average": os.getloadavg()[0],  # of the last minute, which shows other processes
         "num_threads": fastattention.get_num_threads(),
     }
 

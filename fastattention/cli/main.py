@@ -14,7 +14,7 @@ from fastattention.cli.choices import Attention, CacheFormat, CheckedDevice, Ker
 from fastattention.cli.console import errors_as_messages
 from fastattention.threads import MOST_THREADS
 
-# Beyond these no length, number of sequences or time has been thought of.
+# Options accept lengths, numbers of sequences and times up to these limits.
 LONGEST, MOST, MOST_SECONDS = 2**27, 2**31 - 1, 3600.0
 
 app = typer.Typer(
@@ -41,7 +41,7 @@ def main(
     ] = False,
 ) -> None:
     """Exact attention for the hardware FlashAttention leaves behind."""
-    # Text of a model, and names of files, may hold what the terminal's encoding has no characters for.
+    # Text of a model, and names of files, may hold characters that the terminal's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -97,11 +97,11 @@ def bench(
     model: Annotated[
         str,
         typer.Option(
-            help="Of question model: llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b, "
-            "/8 behind it for a rank of eight; or a folder with the shape."
+            help="For question model: llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b, "
+            "with /8 after it for one rank of eight; or a folder with the shape."
         ),
     ] = "llama-2-7b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Of question model: fewer layers than it has.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="For question model: fewer layers than it has.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
     """Benchmark this machine's GPU or NPU, and its CPU, against every peer that is installed."""

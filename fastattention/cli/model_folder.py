@@ -14,7 +14,7 @@ from fastattention.cli.choices import Attention, ModelDtype
 from fastattention.cli.console import check_model_folder, first_line
 from fastattention.errors import ArgumentError, FastAttentionError
 
-# Any of these makes a folder one with a tokenizer.
+# A folder with any of these files has a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 BYTE_VOCABULARY = 256
 
@@ -36,12 +36,12 @@ class ByteCodec:
         self._bos: int | None = config.bos_token_id
 
     def encode(self, text: str) -> Tensor:
-        """UTF-8."""
+        """The bytes of UTF-8."""
         start = [] if self._bos is None else [self._bos]
         return torch.tensor([[*start, *text.encode()]], dtype=torch.int64, device="cpu")
 
     def decode(self, tokens: int | list[int]) -> str:
-        """UTF-8; bytes that are none become U+FFFD."""
+        """Text of UTF-8 bytes; invalid ones become U+FFFD."""
         if isinstance(tokens, int):
             tokens = [tokens]
         return bytes(token for token in tokens if token != self._bos).decode(errors="replace")
@@ -54,13 +54,13 @@ class TokenizerCodec:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def encode(self, text: str) -> Tensor:
-        """With the special tokens that the tokenizer adds."""
+        """Tokens of a text, with the special tokens that the tokenizer adds."""
         tokens = self._tokenizer(text, return_tensors="pt").input_ids
         assert isinstance(tokens, Tensor)
         return tokens
 
     def decode(self, tokens: int | list[int]) -> str:
-        """Without special tokens."""
+        """Text without special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -91,7 +91,7 @@ def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: s
         codec = _codec(folder, model.config)
     except (FastAttentionError, MemoryError):
         raise
-    except Exception as error:  # whatever a damaged file makes of readers that are not ours
+    except Exception as error:  # readers of Transformers may raise anything for a damaged file
         raise ArgumentError(f"model {str(folder)!r} cannot be loaded: {error}") from error
     torch.nn.Module.to(model, device)
     model.eval()  # type: ignore[no-untyped-call]
@@ -99,10 +99,10 @@ def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: s
 
 
 def _check_device(device: str) -> None:
-    """By a number that goes there and comes back: torch has names for devices of which it knows no more."""
+    """Checks a device by copying a value there and back: torch accepts names of devices that it cannot use."""
     try:
         torch.zeros(1, device=device, dtype=torch.float32).tolist()
-    except Exception as error:  # each kind of device has errors of its own
+    except Exception as error:  # each kind of device raises its own errors
         raise ArgumentError(f"device={device!r} cannot be used: {first_line(error)}; use cpu or cuda:0") from error
 
 

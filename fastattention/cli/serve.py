@@ -19,7 +19,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?(:[\w./-]+)?", re.ASCII)  
 def serve(
     model: str, host: str, port: int, kv_memory: str | None, grace_seconds: float, options: Sequence[str]
 ) -> None:
-    """Serves until SIGINT or SIGTERM. kv_memory: a size, e.g. 8GiB; options: of `transformers serve`."""
+    """Serves until SIGINT or SIGTERM. kv_memory: a size, e.g. 8GiB; options: those of `transformers serve`."""
     memory = None if kv_memory is None else read_bytes("--kv-memory", kv_memory)
     if not is_serve_available():
         raise UnsupportedError("the server's packages are not installed: pip install 'fastattention[serve]'")
@@ -32,7 +32,7 @@ def serve(
 
 
 def _check_model(model: str) -> None:
-    """Before the hub is asked for a name that it cannot have."""
+    """Checks a model's name before the hub is asked for it."""
     folder = Path(model)
     if model and folder.is_dir():
         check_model_folder(folder)

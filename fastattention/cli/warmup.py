@@ -86,13 +86,13 @@ def _device_index(device: str) -> int:
 
 
 def _obtain_all(kernels: list[Variant], target: int) -> Iterator[Warmed]:
-    """As they get ready: the compiler does not hold Python's lock, so kernels are compiled on all processors."""
+    """Yields kernels as they are ready. The compiler releases Python's lock, so kernels are compiled on all cores."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         futures: list[Future[Warmed]] = []
         try:
             for kernel in kernels:
                 futures.append(pool.submit(_obtain, kernel, target))
-        except RuntimeError:  # no thread, or no further one: the rest is for this one
+        except RuntimeError:  # no further thread can be started: this one compiles the rest
             yield from (_obtain(kernel, target) for kernel in kernels[len(futures) :])
         try:
             for future in as_completed(futures):

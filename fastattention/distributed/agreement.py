@@ -1,9 +1,9 @@
-"""What the ranks of a group agree on before the first sum of a call: that it is one call, and how it is made.
+"""The agreement of the ranks of a group before the first sum of a call: that it is one call, and its strategy.
 
-Collectives match by the order in which they are issued: other blocks on one rank would be a wrong sum, or one that
-never comes. A call that is new to a group is therefore compared over all ranks, and its strategies are tried by all of
-them together. What is agreed is kept: later calls with the same key look it up, and communicate nothing but their sums.
-Since every rank makes the same calls in the same order, a key is new to all of them or to none.
+Collectives match by the order in which they are issued. Other blocks on one rank would give a wrong sum, or a hang. A
+call that is new to a group is therefore compared over all ranks, and its strategies are tried by all of them together.
+Agreements are kept: later calls with the same key look them up, and communicate only their sums. Since every rank makes
+the same calls in the same order, a key is new to all of them or to none.
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ from fastattention.distributed.transports import Transfer, Transport
 from fastattention.engine.signature import CallSignature
 from fastattention.errors import ArgumentError, UnsupportedError
 
-MOST_KEPT = 4096  # agreements of a group; as many as validated problems
+MOST_KEPT = 4096  # agreements of a group
 
 
 class Key(NamedTuple):
-    """Everything that a strategy depends on, and all in which the ranks must not differ."""
+    """Everything that a strategy depends on, and that must be the same on all ranks."""
 
     problem: Problem
     hidden: int
     has_bias: bool
     backend: str
     transport: str  # "auto" or a name
-    rows: tuple[int, ...] | None  # of each block; None for "auto"
+    rows: tuple[int, ...] | None  # rows of each block; None for "auto"
 
 
-Place = tuple[str, int]  # of a strategy: its transport, and a recipe of that; -1: all rows in one block
+Place = tuple[str, int]  # identifies a strategy: its transport, and the index of a recipe; -1: all rows in one block
 WHOLE = -1
 
 
 class Agreed(NamedTuple):
-    """How a call is made: eagerly, and where a CUDA graph is captured, whose launches cost nothing."""
+    """The strategies of a call: eagerly, and in a captured CUDA graph, whose launches cost nothing."""
 
     eager: Strategy
     graph: Strategy
 
     def now(self, device: torch.device) -> Strategy:
-        """The one that is due."""
+        """The strategy for a call now."""
         return self.eager if self.eager is self.graph or not _is_capturing(device) else self.graph
 
 
 class CachedCall(NamedTuple):
-    """What calls of a signature come to."""
+    """What is known of the calls of a signature."""
 
     key: Key
     attend: Attend
     agreed: Agreed
-    cuda_index: int | None  # of the device; None where that is no GPU
+    cuda_index: int | None  # index of the GPU; None on other devices
 
 
 class Agreement:
-    """All that one group has agreed on. It keeps no reference to the group."""
+    """Everything that one group has agreed on. It keeps no reference to the group."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.transports: dict[tuple[str, torch.device], Transport] = {}
         self.agreed: dict[Key, Agreed] = {}
-        # Only of keys in `agreed`, which all ranks have or none.
+        # Holds only keys in `agreed`, which either all ranks have or none.
         self.calls: dict[CallSignature | None, CachedCall] = {}
-        # Winners, eagerly and in a graph, by what calls have in common and the transports that were tried.
+        # Winners, eagerly and in a graph, by the kind of calls and the transports that were tried.
         self._winners: dict[tuple[Hashable, tuple[str, ...]], tuple[Place, Place]] = {}
 
     def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Strategy:
-        """How to make a call. Collective the first time, one look-up from then on.
+        """The strategy of a call. Collective the first time, one look-up from then on.
 
         Raises ArgumentError where the group has no backend for the device, and on all ranks where their calls differ;
         UnsupportedError where no transport can serve it.
@@ -98,7 +98,7 @@ class Agreement:
             num_trials = len(self._winners)
             known = self._agree(key, call, group)
             if len(self.agreed) == MOST_KEPT:
-                del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
+                del self.agreed[next(iter(self.agreed))]  # the oldest, which is the same on every rank
                 self.calls.clear()
             self.agreed[key] = known
             if len(self._winners) != num_trials:
@@ -107,7 +107,7 @@ class Agreement:
         return known.now(device)
 
     def remember(self, signature: CallSignature, key: Key, inputs: Inputs) -> None:
-        """Calls of this signature have this key, and tensors like these. Nothing is kept of what is not agreed on."""
+        """Caches the key of calls of this signature, with tensors like these, if the group has agreed on it."""
         agreed = self.agreed.get(key)
         if agreed is not None:
             if len(self.calls) >= MOST_KEPT and signature not in self.calls:
@@ -117,14 +117,14 @@ class Agreement:
             self.calls[signature] = CachedCall(key, attend, agreed, device.index if device.type == "cuda" else None)
 
     def _release_unused(self) -> None:
-        """The memory of transports that have been tried, and serve no call."""
+        """Releases the memory of transports that have been tried, and serve no call."""
         used = {id(each.transport) for known in self.agreed.values() for each in known}
         for transport in self.transports.values():
             if id(transport) not in used:
                 transport.release()
 
     def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
-        """The fastest strategies. Of calls that are alike one is tried: the others are made in the same way."""
+        """The fastest strategies. One call of each kind is tried; the others of the kind use its strategies."""
         problem, rows = key.problem, key.rows or (key.problem.total_q,)
         transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, len(rows))
         able = self._able(key.transport, transfer, group)
@@ -133,7 +133,7 @@ class Agreement:
         if key.rows is not None:
             kind = key
         elif worth_dividing(transfer.rows, transfer.nbytes):
-            kind = from_rank_0(lambda: _kind_of(call), group)  # the lengths of one rank decide
+            kind = from_rank_0(lambda: _kind_of(call), group)  # rank 0's lengths decide
             for each in able:
                 whole = not may_cut_sequences(problem)
                 for place, one in partitions(each.recipes, problem.batch_size, problem.seqlen_q, whole_sequences=whole):
@@ -144,11 +144,11 @@ class Agreement:
         if tried not in self._winners:
             eager, graph = Trial(list(places.values()), call, transfer, group).winners()
             self._winners[tried] = list(places)[eager], list(places)[graph]
-        # A call like the one that was tried may be too small for its blocks.
+        # A call of the same kind may be too small for the blocks of the one that was tried.
         return Agreed(*(places.get(won, places[won[0], WHOLE]) for won in self._winners[tried]))
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
-        """The transports that can serve `transfer`, made if need be."""
+        """The transports that can serve `transfer`; they are made if need be."""
         able, reasons = [], []
         for name in transports.TRANSPORTS if asked == "auto" else [asked]:
             place = (name, transfer.device)
@@ -187,7 +187,7 @@ def named_group(group: object) -> ProcessGroup:
 
 
 def agreement_of(group: ProcessGroup) -> Agreement:
-    """The one of a group, whose transports are closed when the group is gone."""
+    """The agreement of a group, whose transports are closed when the group is gone."""
     known = _agreements.get(group)
     if known is None:
         known = _agreements[group] = Agreement(dist.get_world_size(group))
@@ -205,7 +205,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _kind_of(call: AttentionLinear) -> Hashable:
-    """What calls have in common that are alike, to a factor of two in each length. Reads the lengths of a cache."""
+    """The kind of a call: calls alike to a factor of two in each length. Reads the lengths of a cache."""
     problem, lengths = call.problem, call.inputs.cache_seqlens
     seqlen_k = problem.seqlen_k
     if problem.layout is Layout.KVCACHE and lengths is not None:
@@ -226,7 +226,7 @@ def _magnitude(length: int) -> int:
 
 
 def _check_same(key: Key, group: ProcessGroup) -> None:
-    """Raises ArgumentError on all ranks unless all have this key, on whichever device of their own."""
+    """Raises ArgumentError on all ranks unless all have this key, each on its own device."""
     problem = replace(key.problem, device=torch.device(key.problem.device.type))
     keys = gather(key._replace(problem=problem), group)
     for rank, other in enumerate(keys):
@@ -238,6 +238,6 @@ def _check_same(key: Key, group: ProcessGroup) -> None:
 
 
 def _differences(key: Key, other: Key) -> str:
-    """The values of `key` that are not those of `other`, by name."""
+    """The values of `key` that differ from those of `other`, by name."""
     mine, others = ({**asdict(each.problem), **each._asdict(), "problem": None} for each in (key, other))
     return ", ".join(f"{name}={value}" for name, value in mine.items() if value != others[name])

@@ -4,22 +4,24 @@
 
 The rows of a call are divided into blocks: while one block is summed over the ranks, the next one is computed.
 
-Arguments of both functions, beside those of `fastattention.attention.interface`:
+Arguments of both functions, besides those of `fastattention.attention.interface`:
 
-- `w_o`: (hidden, nheads * headdim_v), the columns of the projection's weight that belong to this rank's heads. Of a
-    whole weight (hidden, group_size * nheads * headdim_v), as nn.Linear has it, that is the rank-th part along the
-    second axis.
-- `bias`: (hidden,), the whole bias on every rank. Added once, after the sum.
+- `w_o`: (hidden, nheads * headdim_v), the columns of the projection's weight that belong to this rank's heads. They are
+  the rank-th part of a whole weight (hidden, group_size * nheads * headdim_v), as nn.Linear has it, along the second
+  axis.
+- `bias`: (hidden,), the whole bias on every rank. It is added once, after the sum.
 - `group`: the torch.distributed.ProcessGroup whose ranks have the heads; None is the default group.
 - `plan`: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are counted
-    through all sequences, one after the other. A single block is computed, then summed. The same on every rank.
+    through all sequences, one after the other. A single block is computed, then summed. The plan must be the same on
+    every rank.
 - `transport`: how blocks are summed: "auto", or a name of `fastattention.distributed.transports`.
 - `out`: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory with the other arguments.
 
 All ranks of the group make the same calls in the same order, as with every collective. The first call of a kind
 (shapes, mask, plan) is compared over the ranks and, unless a plan is given, autotuned: it cannot be captured in a CUDA
 graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile. Calls on different
-streams may run one after the other. Graphs of one group must not be replayed beside each other or beside calls.
+streams may run one after the other. Graphs of one group must not be replayed concurrently with each other or with
+calls.
 
 Raises ArgumentError for a wrong argument, and on all ranks where their calls differ and are new to all of them; other
 mistakes of one rank leave the others waiting. Raises UnsupportedError where no backend or no transport can serve the
@@ -157,8 +159,8 @@ def attention_linear_allreduce(
     group = named_group(group)
     signature = None
     if alibi_slopes is attn_bias is sinks is None and type(plan) is type(transport) is str:
-        # One look-up in the place of all checks: between the launches of a short call whatever Python does takes
-        # several times what it takes by itself.
+        # One look-up replaces all checks: between the launches of a short call Python code takes several times as long
+        # as by itself.
         signature = signature_of((q, k, v, w_o, bias, out), backend, (options, plan, transport))
         known = agreement_of(group).calls.get(signature)
         if known is not None and (known.cuda_index is None or known.cuda_index == module.current_device()):
@@ -220,9 +222,9 @@ def attention_linear_allreduce_with_kvcache(
 
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:
     problem = key.problem
-    ATTENTION_BACKENDS.select(problem, key.backend)  # raises where there is none, before the ranks are asked anything
+    ATTENTION_BACKENDS.select(problem, key.backend)  # raises where no backend serves the call, before any communication
     elsewhere = problem.device.type == "cuda" and module.current_device() != problem.device.index
-    # Streams and flags of transports are those of the current device.
+    # Transports use streams and flags of the current device.
     with torch.cuda.device(problem.device) if elsewhere else contextlib.nullcontext():
         return _sum(key, inputs, w_o, bias, out, group)
 
@@ -239,7 +241,7 @@ def _sum(
 ) -> Tensor:
     """The result of a call whose arguments are all checked.
 
-    attend, agreed: attention to all rows, and on what the group has agreed, where these are known.
+    attend, agreed: attention to all rows, and what the group has agreed on, where these are known.
     """
     problem = key.problem
     if out is None:
@@ -261,7 +263,7 @@ def _sum(
 def _key_of(
     problem: Problem, w_o: Tensor, bias: Tensor | None, out: Tensor | None, plan: Any, backend: str, transport: str
 ) -> Key:
-    """Checks all but the group, and whether a backend serves the call."""
+    """The key of a call, after checks of all arguments but the group and of whether a backend serves it."""
     w_o_looks = spec_of("w_o", w_o)
     bias_looks = None if bias is None else spec_of("bias", bias)
     out_looks = None if out is None else spec_of("out", out)
@@ -300,7 +302,7 @@ def _check_shapes(problem: Problem, w_o: TensorSpec, bias: TensorSpec | None, ou
 
 def _check_plan(plan: Any, problem: Problem) -> tuple[int, ...] | None:
     """The rows of each block; None for "auto"."""
-    if isinstance(plan, str) and plan == "auto":  # arrays compare by elements
+    if isinstance(plan, str) and plan == "auto":  # the type is checked first, because arrays compare by elements
         return None
     if isinstance(plan, str) or not isinstance(plan, Sequence):
         raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')

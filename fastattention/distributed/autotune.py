@@ -1,6 +1,6 @@
-"""Strategies of a call, each run a few times on all ranks, eagerly and as a CUDA graph would replay it.
+"""Times strategies of a call: each runs a few times on all ranks, eagerly and as a CUDA graph would replay it.
 
-One block by each transport is always among them, so that no call is slower than that by more than noise.
+They include one block by each transport, so no call is slower than that by more than noise.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from fastattention.distributed.row_blocks import AttentionLinear, Strategy
 from fastattention.distributed.transports import Transfer
 
 ROUNDS, FIRST_ROUNDS = 5, 3
-CALLS, SHORT_CALLS = 4, 8  # in a row, as the layers of a model come; of calls that are not divided
-FINALISTS = 2  # of one block, and as many of several
-# What several blocks must gain over one. In graphs there are no launches, which take a busy host longer, and trials
-# that are repeated agree.
+CALLS, SHORT_CALLS = 4, 8  # calls in a row, as of the layers of a model; SHORT_CALLS for calls that are not divided
+FINALISTS = 2  # strategies of one block, and as many of several
+# Least gain of several blocks over one. It is smaller in graphs: they have no launches, which vary with the load of the
+# host.
 LEAST_GAIN, LEAST_GRAPH_GAIN = 0.03, 0.01
-LONG_SECONDS = 5e-3  # of a call: its launches are enqueued long before their turn comes, and cost nothing either
-BUSY = 1.3  # how much longer launches take on a host that others use too; runs of one call have differed by that
-AHEAD_CYCLES = 20_000_000  # of a GPU, some 10 ms: longer than the launches of a few calls take to enqueue
+LONG_SECONDS = 5e-3  # launches of a longer call are enqueued well ahead, and cost nothing either
+BUSY = 1.3  # how much longer launches take on a busy host; runs of one call have differed by that
+AHEAD_CYCLES = 20_000_000  # GPU cycles, some 10 ms: longer than enqueueing the launches of a few calls takes
 
 
 Timer = Callable[[Callable[[], object], torch.device], float]
 
 
 class Trial:
-    """Strategies of one call, of which one or more have one block. All methods are collective."""
+    """A trial of strategies of one call, at least one of which has one block. All methods are collective."""
 
     def __init__(
         self, strategies: Sequence[Strategy], call: AttentionLinear, transfer: Transfer, group: ProcessGroup
     ) -> None:
-        """Takes the memory of a second result."""
+        """Allocates a second result."""
         self._strategies, self._call, self._group, self._device = strategies, call, group, transfer.device
         self._out = call.inputs.q.new_empty(transfer.rows, transfer.hidden)
         self._is_whole = [len(one.partition.rows) == 1 for one in strategies]
         self._calls = SHORT_CALLS if all(self._is_whole) else CALLS
 
     def winners(self) -> tuple[int, int]:
-        """The places of the fastest, eagerly and in a graph, the same on all ranks."""
+        """The indices of the fastest strategies, eagerly and in a graph, the same on all ranks."""
         everyone = range(len(self._strategies))
         self._seconds(graph_seconds, everyone, rounds=1)  # compiles, and takes memory
         first = self._seconds(graph_seconds, everyone, rounds=1)
@@ -59,7 +59,7 @@ class Trial:
         return self._winner(eager_seconds, eager, LEAST_GAIN), self._winner(graph_seconds, graph, LEAST_GRAPH_GAIN)
 
     def _winner(self, timer: Timer, first: dict[int, float], least_gain: float) -> int:
-        """Of the last round. first: seconds by which strategies come into it."""
+        """The winner of the last round. first: seconds by which its finalists are chosen."""
         ranked = sorted(first, key=first.__getitem__)
         wholes = [place for place in ranked if self._is_whole[place]][:FINALISTS]
         divided = [place for place in ranked if not self._is_whole[place]][:FINALISTS]
@@ -71,7 +71,7 @@ class Trial:
         return min(wholes, key=seconds.__getitem__)
 
     def _seconds(self, timer: Timer, places: Sequence[int], rounds: int) -> dict[int, float]:
-        """Of some strategies, in turns: the median of the rounds on the slowest rank."""
+        """Seconds of some strategies, timed in turns: the median of the rounds on the slowest rank."""
         times: dict[int, list[float]] = {place: [] for place in places}
         for _ in range(rounds):
             for place, found in times.items():
@@ -85,7 +85,7 @@ class Trial:
 
 
 def eager_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Launches included, as on a busy host: they count where the device waits for them."""
+    """Seconds of `work` with its launches, as on a busy host: they count where the device waits for them."""
     _synchronize(device)
     start = time.perf_counter()
     work()
@@ -95,7 +95,7 @@ def eager_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def graph_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """With all launches enqueued before the first runs, as in a CUDA graph; off a GPU as `eager_seconds`."""
+    """Seconds of `work` with all launches enqueued before the first runs, as in a graph; off a GPU, `eager_seconds`."""
     if device.type != "cuda":
         return eager_seconds(work, device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ _CACHE_OPTIONS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_ta
 
 
 class DeferredAttention:
-    """A call of attention that has not been made. It stands in for the output tensor.
+    """A call of attention that has not been made. It replaces the output tensor.
 
     A projection under `TilingAllReduce` makes the call in row blocks. Any other use, by a function of torch or numpy, a
     method or an operator, gets the tensor, computed then. `flatten(2)`, `reshape` or `view` to (batch_size, seqlen_q,
@@ -37,11 +37,12 @@ class DeferredAttention:
         tiled: Callable[..., Tensor] | str,
         tensors: Sequence[Tensor],
     ) -> None:
-        """Of `attend`, which returns (batch_size, seqlen_q, nheads, headdim_v).
+        """Defers `attend`, which returns (batch_size, seqlen_q, nheads, headdim_v).
 
-        - `shape`: what it stands for, that or (batch_size, seqlen_q, nheads * headdim_v)
-        - `tiled`: the call with its projection, of (weight, bias, group=, plan=, transport=); or why there is none
-        - `tensors`: arguments that gradients may be wanted of, all in the dtype of out
+        - `shape`: the shape that it stands for, this one or (batch_size, seqlen_q, nheads * headdim_v)
+        - `tiled`: the call with its projection, a function of (weight, bias, group=, plan=, transport=); or why there
+          is none
+        - `tensors`: arguments that may need gradients, all in the dtype of out
         """
         self._attend, self.shape, self._tiled, self._tensors = attend, shape, tiled, tensors
 
@@ -80,7 +81,7 @@ class DeferredAttention:
         return self._attend().reshape(self.shape)
 
     def why_not_tiled(self, weight: Tensor, bias: Tensor | None) -> str | None:
-        """Why `project` cannot serve these, or None. Wrong arguments are no reason: `project` raises for them."""
+        """Why `project` cannot serve a weight and bias, or None. For wrong arguments `project` raises instead."""
         if isinstance(self._tiled, str):
             return self._tiled
         tensors = (*self._tensors, weight, *(() if bias is None else (bias,)))
@@ -101,7 +102,7 @@ class DeferredAttention:
         return self._tiled(weight, bias, **how)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by copy, pickle and the like, of objects they know nothing about
+        if name.startswith("__"):  # copy, pickle and others ask every object for these
             raise AttributeError(name)
         return getattr(self.compute(), name)
 
@@ -130,7 +131,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return of_tensor
 
 
-# Python looks these up in the class, and asks no __getattr__. Those in place have none here: they give a tensor.
+# Python looks these up in the class, not by __getattr__. In-place operators are not defined: they give a tensor.
 for _name in (
     "add sub mul truediv floordiv mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul "
     "neg pos abs invert lt le gt ge eq ne and or xor bool float int"

@@ -2,9 +2,9 @@
 
 Not run: there was no NPU. What is handed to the operator is tested against torch_npu's real schema, on a CPU.
 
-The operator cuts the product into pieces and sums each while it computes the next. Attention stays outside, so that it
-hides the sums under the product alone; row blocks over HCCL, which hide them under attention too, are transport "c10d".
-torch_npu's documentation asks that decoding does without it, and that a model uses it, and its kin, in one group only.
+The operator cuts the product into pieces and sums each while it computes the next. Attention stays outside, so sums are
+hidden under the product alone. Transport "c10d" has row blocks over HCCL, which hide them under attention too.
+torch_npu's documentation says not to use it for decoding, and to use it and similar operators in one group only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "npu_mm_all_reduce_base"
 
 
 def why_not(num_rows: int, weight: Tensor, group: dist.ProcessGroup) -> str | None:
-    """Why the operator cannot serve so many rows and a rank's weight (hidden, features), or None."""
+    """Why the operator cannot serve `num_rows` rows and a rank's weight (hidden, features), or None."""
     if weight.device.type != "npu":
         return f"tensors are on {weight.device.type}; {NAME} is an operator of Ascend NPUs"
     hidden, features = weight.shape
@@ -30,7 +30,7 @@ def linear_allreduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist
     """The sum over ranks of x @ weight.T, plus bias.
 
     x: (..., features), what this rank holds; weight: (hidden, features), its columns; bias: (hidden,), added once
-    Returns (..., hidden), the same on every rank. For what `why_not` has no reason against.
+    Returns (..., hidden), the same on every rank. `why_not` must have no reason against the call.
     """
     out = vendor.linear_all_reduce(x.flatten(0, -2).contiguous(), weight.contiguous(), communicator_name(group))
     if bias is not None:

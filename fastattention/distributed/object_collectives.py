@@ -27,20 +27,20 @@ def check_serves(group: ProcessGroup, device: torch.device) -> None:
 
 
 def timeout_of(backend: Any) -> timedelta:
-    """The timeout of a backend; torch's default where it does not tell."""
+    """The timeout of a backend; torch's default where the backend does not tell it."""
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
 def gather(value: Any, group: ProcessGroup) -> list[Any]:
-    """What each rank gives, by rank. Collective."""
+    """The values of all ranks, by rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
 
 def from_rank_0(work: Callable[[], Answer], group: ProcessGroup) -> Answer:
-    """What `work` returns on rank 0, where alone it is called. If it raises there, all ranks do. Collective."""
+    """The result of `work`, which only rank 0 calls. If it raises there, all ranks do. Collective."""
     answer: list[Any] = [None, None]
     error: Exception | None = None
     if dist.get_rank(group) == 0:
@@ -58,7 +58,7 @@ def from_rank_0(work: Callable[[], Answer], group: ProcessGroup) -> Answer:
 
 
 def largest(values: Sequence[float], device: torch.device, group: ProcessGroup) -> list[float]:
-    """The largest of each value over all ranks: the same numbers on all of them. Collective."""
+    """The largest of each value over all ranks, the same on all of them. Collective."""
     tensor = torch.tensor(values, dtype=torch.float32, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     return cast("list[float]", tensor.tolist())

@@ -1,12 +1,12 @@
 """Blocks of rows as parts of a call: which sequences and rows of q, which keys, under which mask.
 
 A block is rows [start, stop) of the flattened (batch_size * seqlen_q) query rows. It consists of pieces, each a call of
-attention by itself: whole sequences together, and what is left of a sequence at either end. No tensor is copied and no
-mask is stored, since the mask of a piece is again a window aligned to the bottom right.
+attention by itself: whole sequences together, and a part of a sequence at either end. No tensor is copied and no mask
+is stored, since the mask of a piece is again a window aligned to the bottom right.
 
-Row i of seqlen_q stands at key i + seqlen_k - seqlen_q and sees `window_right` keys beyond it. The last row of a piece
-has `after` rows, and as many keys, behind its own. min(after, window_right) of these keys are kept, since the piece may
-see them; the others are cut off, as far as they exist. The keys that are kept move the bottom right corner, and with it
+Row i of seqlen_q stands at key i + seqlen_k - seqlen_q and sees `window_right` keys beyond it. `after` rows, and as
+many keys, follow the last row of a piece. min(after, window_right) of these keys are kept, since the piece may see
+them; the others are cut off, as far as they exist. The keys that are kept move the bottom right corner, and with it
 both sides of the window.
 """
 
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all its sequences."""
+        """Rows of all sequences of the piece."""
         return (self.end_sequence - self.first_sequence) * (self.end_row - self.first_row)
 
 
@@ -69,12 +69,12 @@ def may_cut_sequences(problem: Problem) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def piece_call(problem: Problem, piece: Piece, backend: str) -> PieceCall:
-    """The call that a piece is. Wherever cutting is exact, that is where `may_cut_sequences`, or none is cut."""
+    """The call of a piece. Cutting a sequence must be exact: `may_cut_sequences` says where."""
     assert problem.block_size is None, "rows of a piece are counted anew, and those of a block mask are not"
     after = problem.seqlen_q - piece.end_row
     kept = after if problem.window_right == -1 else min(after, problem.window_right)
     batch_size, seqlen_q = piece.end_sequence - piece.first_sequence, piece.end_row - piece.first_row
-    seqlen_k = problem.seqlen_k  # of a cache: its capacity
+    seqlen_k = problem.seqlen_k  # the capacity of a cache
     if problem.layout is Layout.DENSE:
         seqlen_k = max(seqlen_k - (after - kept), 0)
     smaller = replace(
@@ -140,7 +140,7 @@ class AttentionLinear:
     def __init__(
         self, problem: Problem, inputs: Inputs, w_o: Tensor, backend: str, attend: Attend | None = None
     ) -> None:
-        """`problem` and `inputs` are validated; w_o: (hidden, nheads * headdim_v); attend: to all rows, where known."""
+        """problem, inputs: validated; w_o: (hidden, nheads * headdim_v); attend: attention to all rows, where known."""
         self.problem = problem
         self.inputs = inputs
         self.weight = w_o.t()
@@ -164,12 +164,12 @@ class AttentionLinear:
         first = 0
         for piece in pieces(start, stop, self.problem.seqlen_q):
             end = first + piece.num_rows
-            # Nearly always all: a view of it would take as long as a launch.
+            # It is nearly always the whole tensor, and a view takes as long as a launch.
             self.multiply(self.attend(piece), partial if end - first == stop - start else partial[first:end], adds)
             first = end
 
     def multiply(self, attended: Tensor, partial: Tensor, adds: bool) -> None:
-        """Writes the product of attended rows to `partial`, or adds it to what that holds, which is rounded once."""
+        """Writes the product of attended rows to `partial`, or adds it, with one rounding."""
         if adds:
             torch.addmm(partial, attended, self.weight, out=partial)
         else:
@@ -177,18 +177,18 @@ class AttentionLinear:
 
 
 class CoarseAttention:
-    """`AttentionLinear.compute` with attention of several blocks at once, when the first of their rows are asked for.
+    """`AttentionLinear.compute` with attention of several blocks at once, when the first of their rows are needed.
 
-    Attention of few rows leaves much of a GPU idle; a product does so only with far fewer. What is attended is kept, as
-    rows may be asked for in any order.
+    Attention of few rows leaves much of a GPU idle, and a product does so only with far fewer. Results of attention are
+    kept, because rows may be asked for in any order.
     """
 
     def __init__(self, call: AttentionLinear, rows: Sequence[int]) -> None:
-        """rows: of each time that attention is computed."""
+        """rows: the rows of each call of attention."""
         self._call = call
         self._ends = iter(tuple(accumulate(rows)))
-        self._attended: list[tuple[int, int, Tensor]] = []  # of each piece: its first row, past its last, and attention
-        self._end = 0  # of the rows that have been attended
+        self._attended: list[tuple[int, int, Tensor]] = []  # of each piece: first row, end row, and attention
+        self._end = 0  # end of the rows that have been attended
 
     def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
         """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""
@@ -197,7 +197,7 @@ class CoarseAttention:
         for first, past, attended in self._attended:
             begin, end = max(start, first), min(stop, past)
             if begin < end:
-                # Nearly always all: a view of it would take as long as a launch.
+                # It is nearly always the whole tensor, and a view takes as long as a launch.
                 target = partial if end - begin == stop - start else partial[begin - start : end - start]
                 self._call.multiply(attended[begin - first : end - first], target, adds)
 
@@ -210,7 +210,7 @@ class CoarseAttention:
 
 
 class Strategy(NamedTuple):
-    """A way to make a call: who sums its rows, and in which blocks."""
+    """A strategy of a call: the transport that sums its rows, and the blocks."""
 
     transport: Transport
     partition: Partition

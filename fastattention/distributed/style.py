@@ -23,7 +23,7 @@ PlanOf = Callable[[int], Sequence[int]]
 
 
 class NotTiledWarning(UserWarning):
-    """Attention, projection and all-reduce are not overlapped, for the reason given."""
+    """Warns that attention, projection and all-reduce are not overlapped, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Tiling:
         return self  # copies of a model share its groups
 
     def may_divide(self, num_rows: int, linear: nn.Linear) -> bool:
-        """Whether so many rows may be worth two blocks. Of others the ranks need not agree on anything."""
+        """Whether `num_rows` rows may be worth two blocks. Otherwise the ranks need not agree on anything."""
         num_bytes = num_rows * linear.out_features * linear.weight.dtype.itemsize
         return self.plan != "auto" or worth_dividing(num_rows, num_bytes)
 
     def settle(self, x: Any, linear: nn.Linear) -> Any:
-        """Deferred attention that `project` is to compute; otherwise the tensor to which the layer is to be applied."""
+        """Deferred attention for `project` to compute; otherwise the tensor to which the layer is applied."""
         deferred = isinstance(x, DeferredAttention)
         if self.may_divide(x.num_rows if deferred else x.shape[:-1].numel(), linear):
             reason = self._why_not(x, linear)
@@ -87,13 +87,13 @@ def check_options(plan: object, transport: str) -> None:
 
 
 class TiledForward:
-    """forward of a projection: in row blocks of deferred attention, what it was of tensors. Copied with its layer."""
+    """The forward of a projection: row blocks for deferred attention, the original forward for tensors."""
 
     def __init__(self, linear: nn.Linear, tiling: Tiling) -> None:
         self.linear, self.tiling, self.of_tensors = linear, tiling, linear.forward
 
     def __call__(self, x: DeferredAttention | Tensor) -> Tensor:
-        """(..., hidden) of what `settle` has returned."""
+        """(..., hidden) from the result of `settle`."""
         return self.tiling.project(x, self.linear) if isinstance(x, DeferredAttention) else self.of_tensors(x)
 
 
@@ -111,13 +111,14 @@ class TilingAllReduce(RowwiseParallel):
 
     - `plan`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of
         each block
-    - `transport`: how blocks are summed, as in `attention_linear_allreduce`. Or "npu_mm_all_reduce_base": no blocks,
-        but GEMM and sum as one operator of Ascend NPUs (not run: there was no NPU)
+    - `transport`: how blocks are summed, as in `attention_linear_allreduce`. "npu_mm_all_reduce_base" has no blocks,
+      but GEMM and sum as one operator of Ascend NPUs (not run on an NPU)
 
     While the rows of one block are summed over the ranks, attention and GEMM of the next are computed. Given a tensor,
-    the layer is RowwiseParallel's. So it is for deferred attention where gradients are wanted, and under torch.compile:
-    a NotTiledWarning says so, unless the call has too few rows for blocks anyway, as in decoding. In a model that is
-    not parallelized any layer computes deferred attention; only RowwiseParallel itself must be given the tensor.
+    the layer works as RowwiseParallel. It also does so for deferred attention that needs gradients, and under
+    torch.compile. A NotTiledWarning says so, unless the call has too few rows for blocks anyway, as in decoding. In a
+    model that is not parallelized any layer computes deferred attention. Only RowwiseParallel itself must be given the
+    tensor.
     """
 
     def __init__(self, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:
@@ -151,7 +152,7 @@ class TilingAllReduce(RowwiseParallel):
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        if not isinstance(outputs, DTensor):  # those of deferred attention have been summed
+        if not isinstance(outputs, DTensor):  # outputs of deferred attention have been summed
             return outputs
         prepare = RowwiseParallel._prepare_output_fn
         return prepare(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]

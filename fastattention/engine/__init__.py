@@ -1,1 +1,1 @@
-"""What serves the calls of any operator: registry, plans, explanations, operators of torch."""
+"""The engine that serves calls of any operator: registry, plans, explanations, operators of torch."""

@@ -1,6 +1,6 @@
 """A call as a node of autograd's graph, for backends that have a backward.
 
-The node keeps the tensors and the results of a call: of attention nothing of size seqlen_q x seqlen_k.
+The node keeps the tensors and the results of a call. For attention, nothing has the size seqlen_q x seqlen_k.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Serve = Callable[[Any], Any]
 
 
 def differentiable(operator: AnyOperator, backend: Backend[Any, Any, Any], problem: Any, serve: Serve) -> Serve:
-    """`serve` so that autograd asks `backend` for gradients."""
+    """`serve` as a node of autograd, which asks `backend` for gradients."""
 
     def run(inputs: Any) -> Any:
         return operator.output(*FastAttention.apply(operator, backend, problem, serve, *inputs))  # type: ignore[no-untyped-call]
@@ -34,13 +34,13 @@ def differentiable(operator: AnyOperator, backend: Backend[Any, Any, Any], probl
 def gradients(
     backend: Backend[Any, Any, Any], problem: Any, inputs: Any, output: Any, grads: Any
 ) -> Mapping[str, Tensor]:
-    """`Backend.backward`, of gradients as autograd gives them: one may be missing, and strides are any."""
+    """`Backend.backward` for gradients as autograd gives them: one may be missing, with any strides."""
     contiguous = type(grads)(*(None if grad is None else grad.contiguous() for grad in grads))
     return backend.backward(problem, inputs, output, contiguous)
 
 
 def gradients_by_torch(operator: AnyOperator, problem: Any, inputs: Any, grads: Any) -> dict[str, Tensor]:
-    """The same by computing the forward again in operations of torch, which autograd follows."""
+    """Gradients by computing the forward again in operations of torch, which autograd follows."""
     given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
     leaves = {name: tensor.detach().requires_grad_(name in problem.grads) for name, tensor in given.items()}
     inputs = inputs._replace(**leaves)
@@ -58,7 +58,7 @@ def gradients_by_torch(operator: AnyOperator, problem: Any, inputs: Any, grads: 
 
 
 class FastAttention(Function):
-    """The node, after whose name profilers and `grad_fn` call it. It has no second derivative."""
+    """The node. Profilers and `grad_fn` show its name. It has no second derivative."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -82,7 +82,7 @@ class FastAttention(Function):
     @once_differentiable
     def backward(ctx: Any, *found_grads: Tensor | None) -> Any:  # noqa: D102
         operator: AnyOperator = ctx.operator
-        saved = ctx.saved_tensors  # once: checkpointing counts
+        saved = ctx.saved_tensors  # read once: checkpointing counts
         inputs = operator.inputs(*saved[: ctx.num_inputs])
         results = dict(zip(operator.results, saved[ctx.num_inputs :], strict=True))
         assert operator.gradients is not None
@@ -92,7 +92,7 @@ class FastAttention(Function):
         if given:
             if not runs_eagerly(*given):  # compiled autograd traces
                 found = _gradients_by_operator(operator, ctx.backend, ctx.problem, inputs, results, grads)
-            elif any(map(torch._C._functorch.is_legacy_batchedtensor, given)):  # by is_grads_batched
+            elif any(map(torch._C._functorch.is_legacy_batchedtensor, given)):  # with is_grads_batched
                 found = gradients_by_torch(operator, ctx.problem, inputs, grads)
             else:
                 found = gradients(ctx.backend, ctx.problem, inputs, operator.output(**results), grads)
@@ -107,7 +107,7 @@ def _gradients_by_operator(
     results: Mapping[str, Tensor],
     grads: Any,
 ) -> dict[str, Tensor]:
-    """`gradients` by the operator of torch."""
+    """`gradients` through the operator of torch."""
     tensors = [getattr(inputs, name) for name in operator.tensors]
     options = operator.scalars_of(problem)
     names = " ".join(problem.grads)
@@ -123,7 +123,7 @@ def call_backward(
     grads: str,
     backend: str,
 ) -> dict[str, Tensor]:
-    """Gradients of the tensors called `grads`, by the operator of torch."""
+    """Gradients of the tensors named in `grads`, by the operator of torch."""
     scalars = [getattr(options, name) for name in backward_scalars(operator)]
     differentiate = getattr(torch.ops.fastattention, f"{operator.name}_backward")
     found = differentiate(*given_grads, *tensors, *results, *scalars, grads, backend)
@@ -131,13 +131,13 @@ def call_backward(
 
 
 def backward_scalars(operator: AnyOperator) -> list[str]:
-    """All but those that ask for results: a backward knows by the gradients that it gets."""
+    """Scalars of the backward: all but those that ask for results, which the given gradients tell."""
     return [name for name in operator.scalars if name not in operator.asked_by.values()]
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Lets autograd record inside an operator, which torch runs with autograd's dispatch keys excluded."""
+    """Lets autograd record inside an operator, where torch excludes autograd's dispatch keys."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)

@@ -1,4 +1,4 @@
-"""Backend: what every engine of an operator implements."""
+"""Backend: the interface that every engine of an operator implements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-P = TypeVar("P")  # the problem: everything about a call but its tensors, frozen and hashable
+P = TypeVar("P")  # the problem: everything about a call except its tensors, frozen and hashable
 I = TypeVar("I", bound=tuple[Any, ...])  # noqa: E741  its tensors, a NamedTuple
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741  its results, a NamedTuple
 
@@ -16,15 +16,15 @@ O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741  its results, a NamedTuple
 class Backend(abc.ABC, Generic[P, I, O]):
     """One engine of an operator.
 
-    A backend says why it cannot run; it never guesses and never computes something else than it was asked.
+    A backend says why it cannot run; it never guesses, and never computes anything but what it was asked.
     """
 
     name: ClassVar[str]
-    # Whether `backward` gives the gradients of a problem with `grads`. Otherwise `why_not` refuses such a problem, or
-    # plans are made of operations of torch, which autograd follows.
+    # Whether `backward` computes the gradients of a problem with `grads`. Otherwise `why_not` refuses such a problem,
+    # or plans consist of operations of torch, which autograd follows.
     has_backward: ClassVar[bool] = False
-    # Whether it reads lengths, offsets and block tables in host memory, wherever the tensors are. Their values are
-    # checked then, and no CUDA graph can capture such a call.
+    # Whether it reads lengths, offsets and block tables in host memory, for tensors on any device. Their values are
+    # then checked, and CUDA graphs cannot capture such a call.
     reads_numbers: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class Backend(abc.ABC, Generic[P, I, O]):
 
     @abc.abstractmethod
     def plan(self, problem: P, inputs: I) -> Callable[[I], O]:
-        """Serves a problem that `why_not` accepted, for any inputs that differ from these only in addresses and values.
+        """A function that serves an accepted problem, for inputs that differ from these only in addresses and values.
 
         The function keeps none of the tensors, and several threads may call it at a time.
         """
@@ -48,12 +48,12 @@ class Backend(abc.ABC, Generic[P, I, O]):
     def backward(self, problem: P, inputs: I, result: O, grads: Any) -> Mapping[str, Tensor]:
         """The gradient of every tensor in `problem.grads`, by its name: contiguous, of the tensor's shape and dtype.
 
-        result: what the plan gave. Neither it nor any of `inputs` is written.
+        result: the output of the plan. Neither it nor any of `inputs` is written.
         """
         raise NotImplementedError(f"{self.name} has no backward")
 
     def how(self, problem: P) -> str:
-        """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""
+        """The means by which this backend serves a problem that `why_not` accepted; "" when it has only one."""
         return ""
 
     def why_faster(self, problem: P) -> str | None:

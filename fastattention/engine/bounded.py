@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class BoundedDict(dict[K, V]):
-    """Forgets everything before it would hold more than `most` entries. Several threads may use it at a time."""
+    """A dict that drops all entries when it would exceed `most`. Several threads may use it at a time."""
 
     def __init__(self, most: int = 4096) -> None:
         super().__init__()

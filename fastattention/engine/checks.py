@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TensorSpec(NamedTuple):
-    """What checks of shapes, dtypes and devices need of a tensor."""
+    """The shape, dtype and device of a tensor, which checks need."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -63,7 +63,7 @@ def read_flag(name: str, value: object) -> bool:
 
 
 def _scalar(value: object) -> object:
-    """`value`, but a number for what torch.compile makes of a NumPy scalar: an array without axes."""
+    """`value`, or its number: torch.compile turns a NumPy scalar into an array without axes."""
     return value.item() if isinstance(value, numpy.ndarray) and value.ndim == 0 else value
 
 
@@ -152,7 +152,7 @@ def needs_grad(*arguments: object) -> bool:
 
 
 def is_differentiating() -> bool:
-    """True within torch.func.grad, jvp and what is made of them, where not every tensor says that it is followed."""
+    """True within torch.func.grad, jvp and transforms based on them, where some followed tensors do not show it."""
     return _is_within(torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 

@@ -1,4 +1,4 @@
-"""Whether the kernels of a call may run now, or something traces or transforms it."""
+"""Whether the kernels of a call may run now, or a tracer or transform follows it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _active_dispatch_modes = torch._C._len_torch_dispatch_stack
 def runs_eagerly(*tensors: object) -> bool:
     """True when kernels may read the memory of all tensors now; False when the call must stay an operator.
 
-    That is so while a call is traced or transformed by torch.func.vmap, and for tensor subclasses (fake tensors,
-    DTensors and results of collectives among them), views that negate what lies in memory, and where the first is on
-    the meta device. Values that are no tensors are left to validation. Within torch.func.grad and jvp a call runs: in
-    operations of torch, which those transforms follow, because it needs a gradient.
+    It must while a call is traced or transformed by torch.func.vmap, and where the first tensor is on the meta device.
+    It also must for tensor subclasses (fake tensors, DTensors and results of collectives among them), and for views
+    that negate their memory. Validation deals with values that are no tensors. Within torch.func.grad and jvp a call
+    runs in operations of torch, which these transforms follow, because it needs a gradient.
     """
     if is_traced():
         return False
@@ -41,12 +41,12 @@ def runs_eagerly(*tensors: object) -> bool:
 
 
 def require_eager(tensors: Mapping[str, object], remedy: str = "") -> None:
-    """Raises, naming a tensor or what else is in the way, unless `runs_eagerly`: for calls that are no operators.
+    """Raises unless `runs_eagerly`, naming the tensor or tracer at fault. It is for calls that are no operators.
 
     remedy: what to do instead, from its semicolon on
     """
     if runs_eagerly(*tensors.values()):
-        with contextlib.suppress(RuntimeError):  # of tensors that are not strided, which have no address
+        with contextlib.suppress(RuntimeError):  # tensors that are not strided have no address
             if all(x.data_ptr() and not x.is_nested for x in tensors.values() if isinstance(x, Tensor)):
                 return
         check_readable(tensors)

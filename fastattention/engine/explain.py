@@ -16,7 +16,7 @@ class Bytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """In both directions."""
+        """Bytes in both directions."""
         return self.read + self.written
 
 
@@ -24,14 +24,14 @@ class Traffic(NamedTuple):
     """Main-memory traffic of one call. `print` shows a line."""
 
     backend: str
-    tiled: Bytes | None  # of the backend's kernels; None when it has no model of them
+    tiled: Bytes | None  # traffic of the backend's kernels; None when it has no model of them
     compulsory: Bytes  # every input that a query sees read once, every result written once
     standard: Bytes  # scores and probabilities in main memory, in the dtype of q
-    io_bound: int | None  # least bytes of any algorithm with the chip's memory; None when its size is not known
+    io_bound: int | None  # least bytes of any algorithm with the chip's on-chip memory; None when its size is unknown
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that no algorithm goes below, but for the constant factor of `io_bound`."""
+        """A lower bound of the bytes of any algorithm, up to the constant factor of `io_bound`."""
         return max(self.compulsory.total, self.io_bound or 0)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Explanation(NamedTuple):
     that are not modelled: those with attn_bias, block_mask or qk_dtype, and linear attention.
     """
 
-    problem: Any  # what the operator's validation makes of a call: Problem, or LinearProblem
+    problem: Any  # the validated problem of the call: Problem, or LinearProblem
     verdicts: tuple[Verdict, ...]
     traffic: Traffic | None = None
 

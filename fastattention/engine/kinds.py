@@ -1,4 +1,4 @@
-"""Kinds of tensors that no backend serves: refused by name, before a kernel would read memory that is not there."""
+"""Kinds of tensors that no backend serves: refused by name, before a kernel would read memory that does not exist."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fastattention.errors import ArgumentError, UnsupportedError
 
-# Arguments that a call writes in place.
+# Arguments that calls write in place.
 _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
 def check_kinds(tensors: Mapping[str, object]) -> None:
     """Raises, with its name, for a tensor that is nested, not strided, a DTensor, or fake beside real ones.
 
-    Raises ArgumentError, or UnsupportedError for a DTensor. It takes microseconds: callers ask when a call is traced
-    anyway, or once it has failed.
+    Raises ArgumentError, or UnsupportedError for a DTensor. It takes microseconds, so callers use it for traced calls,
+    or once a call has failed.
     """
     given = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     for name, tensor in given.items():
@@ -42,15 +42,15 @@ def check_kinds(tensors: Mapping[str, object]) -> None:
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    """Without an import of torch.distributed, which takes long and which no DTensor can be made without."""
+    """Whether a tensor is a DTensor. torch.distributed is not imported for it: whoever has a DTensor has done so."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_readable(tensors: Mapping[str, object]) -> None:
-    """`check_kinds`, and ArgumentError for the first tensor without memory: why a call that ran may have failed."""
+    """`check_kinds`, and ArgumentError for the first tensor without memory. Explains why a call has failed."""
     check_kinds(tensors)
-    if torch._C._functorch.maybe_current_level() is not None:  # where torch keeps the numbers of most tensors elsewhere
+    if torch._C._functorch.maybe_current_level() is not None:  # there torch keeps the values of most tensors elsewhere
         return
     for name, tensor in tensors.items():
         if type(tensor) is Tensor and not tensor.is_meta and tensor.numel() and tensor.data_ptr() == 0:

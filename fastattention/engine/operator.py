@@ -1,6 +1,6 @@
-"""Operator: what an operator declares, and how its calls are served.
+"""Operator: the declaration of an operator, and how its calls are served.
 
-A call is one look-up of its plan, checks of what its signature does not answer, and a launch. The first call of a
+A call looks its plan up, checks what its signature does not tell, and launches kernels. The first call of a
 signature is validated, and its backend is chosen. A traced call goes through torch.library (`torch_ops.py`) instead.
 """
 
@@ -35,9 +35,9 @@ _operators: list[Operator[Any, Any, Any, Any, Any, Any]] = []
 
 
 class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
-    """One operator: its arguments, its validation and its backends. All that serves its calls follows from these."""
+    """One operator: its arguments, its validation and its backends. How its calls are served follows from these."""
 
-    name: ClassVar[str]  # of torch.ops.fastattention
+    name: ClassVar[str]  # name in torch.ops.fastattention
     registry: Registry[P, B]
     fallback: ClassVar[str]  # the backend made of operations of torch, which autograd follows
     given: type[G]
@@ -45,13 +45,13 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
     inputs: type[I]
     output: type[O]
     tensors: ClassVar[tuple[str, ...]]  # fields of `given` that are arguments of the operator of torch, in order
-    scalars: ClassVar[tuple[str, ...]]  # fields of `options` likewise
+    scalars: ClassVar[tuple[str, ...]]  # fields of `options` that are, in order
     written: ClassVar[tuple[str, ...]] = ()  # tensors that a call writes in place
     unnamed: ClassVar[tuple[str, ...]] = ()  # tensors that no caller gives
     results: ClassVar[tuple[str, ...]]  # fields of `output` that the operator of torch returns
     asked_by: ClassVar[Mapping[str, str]]  # results that a scalar asks for -> that scalar
     gradients: type[Any] | None = None  # a NamedTuple with the fields of `results`; None without a backward
-    # Tensors with a leading batch axis, and their rank with it: torch.vmap joins its axis with the batch.
+    # Tensors with a leading batch axis -> their rank. torch.vmap joins the mapped axis with the batch.
     batched: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self) -> None:
@@ -65,33 +65,33 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
 
     @abc.abstractmethod
     def as_read(self, problem: P, inputs: I, names: Sequence[str]) -> I:
-        """Tensors as they were given, in the strides and dtypes that backends take; names: those to look at."""
+        """The given tensors in the strides and dtypes that backends take; names: the tensors to look at."""
 
     @abc.abstractmethod
     def result_shapes(self, given: G, options: S, differentiated: bool) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Shape and dtype of each of `results`, from shapes alone; (0,) of one that nobody asked for."""
+        """Shape and dtype of each of `results`, from shapes alone; (0,) for a result that was not asked for."""
 
     @abc.abstractmethod
     def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
         """Floating-point operations of a call, as torch counts those of its own attention. Arguments by name."""
 
     def signature(self, given: G, options: S, backend: str) -> CallSignature | None:
-        """All that the plan of a call depends on; None for a call that has to be looked at more closely."""
+        """Everything that the plan of a call depends on; None for a call that validation must look at."""
         return signature_of(given, backend, options)
 
     def recheck(self, problem: P) -> Callable[[G, S], I | None] | None:
-        """Checks of what the signature of a call of `problem` does not answer: values, and shared memory.
+        """A function that checks what signatures of calls of `problem` do not tell: values, and shared memory.
 
-        The function returns the tensors of a call, or None for one that has another problem. None: nothing to check.
+        It returns the tensors of a call, or None for a call with another problem. None: nothing to check.
         """
         return None
 
     def inputs_of(self, given: G, inputs: I) -> I:
-        """The tensors of a call before `as_read`. inputs: after it, of the same call."""
+        """The tensors of a call before `as_read`. inputs: the tensors of the same call after it."""
         return given  # type: ignore[return-value]
 
     def around(self, backend: B, problem: P, serve: Callable[[I], O]) -> Callable[[I], O]:
-        """`serve` with what the operator does before and after it in every call."""
+        """`serve`, wrapped in what the operator does before and after every call."""
         return serve
 
     def names_given(self, problem: P, inputs: I) -> dict[str, object]:
@@ -99,14 +99,14 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         return inputs._asdict()  # type: ignore[attr-defined, no-any-return]
 
     def scalars_of(self, problem: P) -> S:
-        """The scalars that make `problem`: of a call that is differentiated by the operator of torch."""
+        """The scalars that make `problem`, for a call that the operator of torch differentiates."""
         raise NotImplementedError(f"{self.name} has no backward")
 
     def check_traceable(self, given: G, options: S) -> None:
         """Raises for what the operator of torch cannot take or give. It makes all other checks when it runs."""
 
     def meta_arguments(self, given: G, options: S) -> tuple[G, S]:
-        """What can be validated of a call on the meta device."""
+        """The arguments of a call that can be validated on the meta device."""
         return given, options
 
     def as_torch_takes(self, given: G, options: S) -> tuple[G, S]:
@@ -139,7 +139,7 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
     def _find_plan(
         self, given: G, options: S, backend: str, signature: CallSignature | None
     ) -> tuple[Plan[G, S, P, I, O, B], I]:
-        """signature: None for a call that is not known by one."""
+        """The plan of a call, and its tensors. signature: None for a call whose plan is not cached."""
         known = self._plans.get(signature)
         if known is not None and (checked := known.checked(given, options)) is not None:
             return known, checked
@@ -176,7 +176,7 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         for name in required:
             require_tensor(name, getattr(given, name))
         self.registry.check_name(backend)
-        if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
+        if not torch.compiler.is_compiling():  # torch.compile knows no nested tensors and makes all tensors fake
             check_kinds({name: getattr(given, name) for name in self.tensors if name not in self.unnamed})
         self.check_traceable(given, options)
         return torch_ops.call(self, *self.as_torch_takes(given, options), backend)  # type: ignore[no-any-return]
@@ -189,12 +189,12 @@ class Plan(Generic[G, S, P, I, O, B]):
     """How calls of one signature are served."""
 
     def __init__(self, operator: Operator[G, S, P, I, O, B], problem: P, inputs: I, given: I, backend: str) -> None:
-        """inputs: as backends read them; given: what they were made from."""
+        """inputs: the tensors as backends read them; given: the tensors as given."""
         self.operator, self.problem = operator, problem
         self.backend = operator.registry.select(problem, backend)
         self._recheck = operator.recheck(problem)
         self.has_backward = self.backend.has_backward and bool(problem.grads)  # type: ignore[attr-defined]
-        # Without autograd, and with it.
+        # Functions that serve calls without autograd, and with it.
         self.serve = operator.around(self.backend, problem, self.backend.plan(problem, inputs))
         self.forward = differentiable(operator, self.backend, problem, self.serve) if self.has_backward else self.serve
         self._range = f"fastattention::{self.backend.name}"
@@ -202,7 +202,7 @@ class Plan(Generic[G, S, P, I, O, B]):
         self._converted = [name for name, before, after in fields if before is not after]
 
     def checked(self, given: G, options: S) -> I | None:
-        """The tensors of a call of this signature; None for one that validation has to look at after all."""
+        """The tensors of a call of this signature; None for a call that validation must look at after all."""
         if self._recheck is None:
             return given  # type: ignore[return-value]
         try:
@@ -228,8 +228,8 @@ class Plan(Generic[G, S, P, I, O, B]):
         return self.operator.as_read(self.problem, inputs, self._converted) if self._converted else inputs
 
 
-# What a public function makes of its arguments: a call that can be served or explained. The last of it gives what the
-# function returns for the operator's output.
+# A Request is a call that can be served or explained; a public function makes it of its arguments. Its last element
+# turns the operator's output into the function's result.
 Request = tuple[AnyOperator, Any, Any, str, Callable[[Any], Any]]
 
 

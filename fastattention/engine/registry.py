@@ -12,12 +12,12 @@ from fastattention.errors import ArgumentError, UnsupportedError
 
 
 class Verdict(NamedTuple):
-    """What one backend says of a problem."""
+    """One backend's answer for a problem."""
 
     backend: str
     reason: str | None  # None: it can serve the problem
-    how: str = ""  # by which of several means it would
-    why_faster: str | None = None  # than those before it
+    how: str = ""  # the means by which it would serve it, if there are several
+    why_faster: str | None = None  # why it is faster than those before it
 
 
 B = TypeVar("B", bound=Backend[Any, Any, Any])
@@ -33,7 +33,7 @@ class Registry(Generic[P, B]):
         self._selected: BoundedDict[tuple[P, str], B] = BoundedDict()
 
     def check_name(self, name: object) -> None:
-        """Raises ArgumentError unless `name` is "auto" or that of a backend."""
+        """Raises ArgumentError unless `name` is "auto" or the name of a backend."""
         if not isinstance(name, str) or (name != "auto" and name not in self.order):
             known = ", ".join(map(repr, self.order))
             raise ArgumentError(f"backend={name!r} is not known; choose 'auto' or one of {known}")
@@ -65,7 +65,7 @@ class Registry(Generic[P, B]):
     def select(self, problem: P, name: str = "auto") -> B:
         """The backend that serves `problem`.
 
-        name: "auto" for the one that is `chosen`, or the name of the only one to consider.
+        name: "auto" for the backend that is `chosen`, or the name of the only one to consider.
         Raises UnsupportedError with every reason when there is none, ArgumentError for an unknown name.
         """
         self.check_name(name)
@@ -80,19 +80,19 @@ class Registry(Generic[P, B]):
         self._selected.clear()
 
     def forget(self) -> None:
-        """Makes the backends anew too."""
+        """Makes the next calls create the backends anew too."""
         self._backends.clear()
         self._selected.clear()
 
 
 def chosen(considered: Sequence[Verdict]) -> Verdict | None:
-    """The one of `backend="auto"`: the first that can serve the problem and is faster, or else the first that can."""
+    """The verdict that "auto" takes: the first that can serve the problem and is faster, else the first that can."""
     able = [one for one in considered if one.reason is None]
     return next((one for one in able if one.why_faster is not None), able[0] if able else None)
 
 
 def serving(considered: Sequence[Verdict], doing: str) -> str:
-    """The name of the one that is `chosen`. Raises UnsupportedError with every reason when there is none."""
+    """The name of the backend that is `chosen`. Raises UnsupportedError with every reason when there is none."""
     if (one := chosen(considered)) is not None:
         return one.backend
     reasons = "\n".join(f"  {one.backend}: {one.reason}" for one in considered)

@@ -1,4 +1,4 @@
-"""The signature of a call: all that validation and kernels read of it but addresses and values in tensors."""
+"""The signature of a call: everything that validation and kernels read, except addresses and values of tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CallSignature = tuple[object, ...]
 def signature_of(tensors: Sequence[Any], backend: object, scalars: Hashable) -> CallSignature | None:
     """Shapes, strides, dtypes and devices of tensors, whether autograd records them, and all scalars.
 
-    None where a call has to be looked at more closely: while something follows it, as in `runs_eagerly`, and for all
-    but plain tensors that hold data. scalars: of the types that validation makes of them, since 1 == 1.0 == True
+    None while a tracer or transform follows the call (`runs_eagerly`), and unless all tensors are plain and hold data.
+    scalars: after validation of their types, since 1 == 1.0 == True
     """
     if (
         type(backend) is not str
@@ -38,6 +38,6 @@ def signature_of(tensors: Sequence[Any], backend: object, scalars: Hashable) -> 
                 signature.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad))
             else:
                 return None
-    except RuntimeError:  # of tensors without a shape or strides, which validation names
+    except RuntimeError:  # some tensor has no shape or strides; validation names it
         return None
     return tuple(signature)

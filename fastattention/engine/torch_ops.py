@@ -1,4 +1,4 @@
-"""torch.library operators of an Operator's declaration, so that calls can be traced (torch.compile, fake tensors).
+"""torch.library operators, made from an Operator's declaration for tracing (torch.compile, fake tensors).
 
 `fastattention::<name>` serves a call: its tensors, its scalars, the backend, and for an operator with gradients
 `grads`, the names of the tensors whose gradients autograd will ask for. At run time it validates and dispatches as an
@@ -30,7 +30,7 @@ _SCHEMA_TYPES = {
 
 
 class Arguments(NamedTuple):
-    """What an operator of torch was called with."""
+    """The arguments of a call of an operator of torch."""
 
     given: Any
     options: Any
@@ -97,7 +97,7 @@ def _is_asked(operator: AnyOperator, options: Any, result: str) -> bool:
 
 
 def _read(operator: AnyOperator, named: Mapping[str, Any]) -> Arguments:
-    """named: all arguments by name; scalars that there are not have their defaults."""
+    """The arguments of a call. named: all arguments by name; missing scalars get their defaults."""
     given = operator.given(**{name: named[name] for name in operator.tensors})
     options = operator.options(**{name: named[name] for name in operator.scalars if name in named})
     return Arguments(given, options, named["backend"], named.get("grads", ""))
@@ -127,8 +127,8 @@ def _training_plan(operator: AnyOperator, given: Any, options: Any, grads: str, 
 def _returned(operator: AnyOperator, output: Any, given: Any, options: Any, differentiated: bool) -> tuple[Tensor, ...]:
     """Results as an operator of torch returns them, tensors only.
 
-    Empty ones stand for those nobody asked for, and NaN for those that only a backward of a backend needs, where it has
-    none: shapes must be those of the fake kernel.
+    An empty tensor replaces a result that was not asked for. NaN replaces a result that only a backward needs, where
+    the backend has none. Shapes must be those of the fake kernel.
     """
     shapes = operator.result_shapes(given, options, differentiated)
     results = []
@@ -141,7 +141,7 @@ def _returned(operator: AnyOperator, output: Any, given: Any, options: Any, diff
 def _fake(operator: AnyOperator, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     given, options, _, grads = _read(operator, operator.by_name(arguments))
     first = given[0]
-    if type(first) is Tensor:  # on the meta device: nothing will run, and nothing else would check
+    if type(first) is Tensor:  # on the meta device nothing runs, so nothing else would check
         operator.prepare(*operator.meta_arguments(given, options))
     shapes = operator.result_shapes(given, options, grads != "")
     return tuple(first.new_empty(shape, dtype=dtype) for shape, dtype in shapes.values())
@@ -159,14 +159,14 @@ def _save(operator: AnyOperator, ctx: Any, inputs: Sequence[Any], output: Sequen
 def _differentiate(operator: AnyOperator, ctx: Any, given_grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     num_tensors = len(operator.tensors)
     _, options, backend, grads = ctx.arguments
-    # What stands in place of a result that nobody asked for has no gradient.
+    # The tensor in place of a result that was not asked for has no gradient.
     named = zip(operator.results, given_grads, strict=True)
     found_grads = [grad if _is_asked(operator, options, name) else None for name, grad in named]
     if all(grad is None for grad in found_grads):
         return (None,) * int(ctx.num_inputs)
-    saved = ctx.saved_tensors  # once: checkpointing counts
+    saved = ctx.saved_tensors  # read once: checkpointing counts
     tensors, results = saved[:num_tensors], saved[num_tensors:]
-    if not grads:  # a caller of the operator that did not say so gets them as well
+    if not grads:  # a caller of the operator that did not name gradients gets them as well
         grads = " ".join(name for name, needed in zip(operator.tensors, ctx.needs_input_grad, strict=False) if needed)
     found = call_backward(operator, found_grads, tensors, results, options, grads, backend)
     return tuple(found.get(name) for name in operator.tensors) + (None,) * (int(ctx.num_inputs) - num_tensors)
@@ -201,7 +201,7 @@ def _register_backward(operator: AnyOperator) -> None:
 
 
 def _backward(operator: AnyOperator, named: Mapping[str, Any]) -> list[Tensor]:
-    """Gradients in the order of `grads`. Results are missing of a forward that was not told of `grads`."""
+    """Gradients in the order of `grads`. Results are missing if the forward was not told of `grads`."""
     results, names = [named[name] for name in operator.results], named["grads"].split()
     from_gradients = operator.gradients(*(named[f"grad_{name}"] for name in operator.results))  # type: ignore[misc]
     asked = {scalar: named[f"grad_{name}"] is not None for name, scalar in operator.asked_by.items()}

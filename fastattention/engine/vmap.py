@@ -33,7 +33,7 @@ def map_forward(operator: AnyOperator, info: Any, in_dims: Dims, arguments: Sequ
         if named[name] is not None:
             named[name] = _fold_broadcast(named[name], dims[name], size, batch_size, operator.batched[name])
     results = run(*named.values())
-    asked = [x.dim() > 1 for x in results]  # an empty tensor stands for a result that nobody asked for
+    asked = [x.dim() > 1 for x in results]  # an empty tensor stands for a result that was not asked for
     unfolded = tuple(x.unflatten(0, (size, batch_size)) if kept else x for x, kept in zip(results, asked, strict=True))
     return unfolded, tuple(0 if kept else None for kept in asked)
 

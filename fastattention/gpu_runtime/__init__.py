@@ -1,4 +1,4 @@
-"""What every user of CUDA kernels needs: compiling, loading and launching them. Nothing here knows of attention.
+"""Compiles, loads and launches CUDA kernels. Nothing here knows of attention.
 
 variant.py      what can be compiled and launched
 chips.py        limits of GPUs
@@ -8,5 +8,5 @@ module.py       loaded cubins and launches
 device.py       whether kernels run on a device, and launches on its current stream
 streams.py      copies, flags and waits on streams
 peer_memory.py  memory that the GPUs of one host share, and flags in it
-watchdog.py     an end to processes whose GPU waits for ever
+watchdog.py     ends processes whose GPU waits for ever
 """

@@ -1,4 +1,4 @@
-"""The cache of cubins on disk: those that came with the package, and those compiled here.
+"""The cache of cubins on disk: cubins that came with the package, and cubins compiled here.
 
 A file's name is a hash of everything its content depends on, so a file is never out of date and never overwritten with
 something else. Files appear under their names complete or not at all, so any number of processes may share a folder.
@@ -63,7 +63,7 @@ def _file_name(kernel: Variant, target: int, *more: str) -> str:
 
 
 def built_ahead_path(kernel: Variant, target: int) -> Path:
-    """Where the package keeps this cubin when it was built ahead, by whichever compiler."""
+    """Where the package keeps this cubin when it was built ahead, by any compiler."""
     return BUILT_AHEAD / _file_name(kernel, target)
 
 

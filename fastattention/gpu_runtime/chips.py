@@ -43,8 +43,8 @@ CHIPS: dict[str, Limits] = {
     "H100": Limits(90, 227 * KIB, 228 * KIB, 132, 50 * KIB * KIB),
 }
 
-# Newer GPUs, which nothing is built ahead for: compute capability -> the chip whose multiprocessors they have by that
-# table. These decide which kernels fit: how many there are, and the L2 cache, have no part in it.
+# Newer GPUs, for which nothing is built ahead: compute capability -> the chip with the same multiprocessors by that
+# table. Multiprocessors decide which kernels fit; their number and the L2 cache do not.
 LIKE = {100: "H100", 103: "H100", 110: "H100", 120: "RTX 4090", 121: "RTX 4090"}
 
 

@@ -11,7 +11,7 @@ from fastattention.gpu_runtime.variant import Variant
 
 
 class Resources(NamedTuple):
-    """What ptxas says a function takes of a thread."""
+    """Resources of a thread that a function takes, as ptxas reports them."""
 
     registers: int
     spill_bytes: int  # stored and loaded again because registers ran out
@@ -26,7 +26,7 @@ class Cubin(NamedTuple):
 
     @property
     def resources(self) -> dict[str, Resources]:
-        """Of each entry, by its name: read from the assembler's log."""
+        """Resources of each entry, by its name, read from the assembler's log."""
         _, *parts = re.split(r"Compiling entry function '(\w+)'", self.log)
         return {name: _resources(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
@@ -44,11 +44,11 @@ def _resources(log: str) -> Resources:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """cuda.bindings.nvrtc. Raises CompileError when it, or the compiler behind it, is not installed.
+    """cuda.bindings.nvrtc. Raises CompileError when it, or the compiler that it drives, is not installed.
 
     cuda.bindings finds the compiler: one that the process has loaded, else a wheel's in site-packages (torch's CUDA
     builds bring one), then conda's, the system's, CUDA_PATH's. Bindings 12.9 and 13 both drive NVRTC 12.1 to 13. Where
-    12 and 13 are installed side by side both take 13, which knows neither Pascal nor Volta.
+    12 and 13 are installed side by side both use 13, which supports neither Pascal nor Volta.
     """
     try:
         from cuda.bindings import nvrtc
@@ -109,12 +109,12 @@ def why_not_target(target: int) -> str | None:
 
 def options(target: int) -> list[str]:
     """Everything the compiler is told besides the source: part of the cache's key."""
-    # Lambdas have no place for __device__ in standard C++, hence the last option.
+    # Standard C++ has no place for __device__ in lambdas, hence the last option.
     return [f"-arch=sm_{target}", "-std=c++17", "--ftz=true", "--device-as-default-execution-space"]
 
 
 def source(config: Variant) -> str:
-    """What is compiled: the compile-time parameters and one header."""
+    """The source that is compiled: the compile-time parameters and one header."""
     return f'{config.declaration}#include "{config.source}"\n'
 
 

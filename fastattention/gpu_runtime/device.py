@@ -21,7 +21,7 @@ def why_unavailable() -> str | None:
 
 
 def index_of(device: torch.device) -> int:
-    """Its number; "cuda" alone is the current device."""
+    """The index of a device; "cuda" alone is the current one."""
     index: int | None = device.index
     return torch.cuda.current_device() if index is None else index
 
@@ -41,7 +41,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def launcher(launch: KernelLaunch, device: torch.device) -> Callable[[ctypes.Structure], None]:
-    """What enqueues a kernel with given parameters on the current stream of a device."""
+    """A function that enqueues a kernel with given parameters on the current stream of a device."""
     index, num_ctas = index_of(device), launch.num_ctas
     enqueue_on = launch.function(index).launch
     current_device, current_stream = module.current_device, module.current_stream

@@ -23,8 +23,8 @@ def _without_cuda(device_index: int = 0) -> Any:
     raise CompileError("this torch is built without CUDA")
 
 
-# torch's own functions, which every call asks; those around them in torch.cuda would cost as much as a launch.
-# Index of the current device, once there is a tensor on one; torch.cuda asks for that first.
+# Every call uses these internal functions of torch: their wrappers in torch.cuda would cost as much as a launch. The
+# index of the current device, once there is a tensor on one; torch.cuda checks that first.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _without_cuda)
 # The handle of the current stream of a device.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _without_cuda)
@@ -64,7 +64,7 @@ def checked(result: tuple[Any, ...], doing: str) -> Any:
 
 @functools.cache
 def device_limits(device_index: int) -> Limits:
-    """What a device offers kernels, asked from the driver."""
+    """The limits of a device, asked from the driver."""
     driver = driver_bindings()
     checked(driver.cuInit(0), "starting CUDA")
     device = checked(driver.cuDeviceGet(device_index), f"opening cuda:{device_index}")
@@ -92,7 +92,7 @@ def bind_context() -> None:
     driver = driver_bindings()
     if int(checked(driver.cuCtxGetCurrent(), "asking for a context")) == 0:
         device = checked(driver.cuDeviceGet(current_device()), "opening the current device")
-        # Torch has it already, and keeps it.
+        # Torch has retained it already, and keeps it.
         context = checked(driver.cuDevicePrimaryCtxRetain(device), "asking for torch's context")
         checked(driver.cuCtxSetCurrent(context), "making torch's context current")
 
@@ -115,7 +115,7 @@ class Function:
 
 
 class OverlappingFunction(Function):
-    """One that starts while the kernel before it ends ("programmatic dependent launch", from Hopper on)."""
+    """A function that starts while the kernel before it ends ("programmatic dependent launch", from Hopper on)."""
 
     def __init__(self, entry: Entry, handle: Any) -> None:
         super().__init__(entry, handle)
@@ -148,7 +148,7 @@ class OverlappingFunction(Function):
 
 
 def _launch_in_context(status: Any, launch: Callable[..., Any], *call: Any) -> None:
-    """Again, where what failed was that this thread had no context. Raises CompileError with any other reason."""
+    """Launches again if the thread had no context. Raises CompileError for any other status."""
     if status == driver_bindings().CUresult.CUDA_ERROR_INVALID_CONTEXT:
         bind_context()
         (status,) = launch(*call)
@@ -159,7 +159,7 @@ def _launch_in_context(status: Any, launch: Callable[..., Any], *call: Any) -> N
 class Kernel:
     """One variant, loaded on the device that is current when it is made."""
 
-    functions: tuple[Function, ...]  # of the variant's entries
+    functions: tuple[Function, ...]  # one for each entry of the variant
 
     def __init__(self, config: Variant, target: int) -> None:
         driver = driver_bindings()
@@ -187,12 +187,12 @@ class KernelLaunch:
     """One kernel launch."""
 
     variant: Variant
-    entry: int  # of the variant's
+    entry: int  # index of the entry in the variant
     num_ctas: int
     loaded: dict[int, Function] = field(default_factory=dict)  # by device
 
     def function(self, device_index: int) -> Function:
-        """What it launches on a device, loaded when first asked for."""
+        """The function on a device, loaded when first asked for."""
         function = self.loaded.get(device_index)
         if function is None:
             function = self.loaded[device_index] = load_kernel(self.variant, device_index).functions[self.entry]

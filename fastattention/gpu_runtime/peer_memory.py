@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRANULE = 2 << 20  # bytes of which memory is taken a multiple
+GRANULE = 2 << 20  # memory is allocated in multiples of this many bytes
 FLAG_BYTES = 4
 
 
 class PeerMemory:
-    """As many bytes on every rank, and behind them as many flags of 32 bits, which are 0 at first."""
+    """`nbytes` bytes on every rank, followed by 32-bit flags, which are 0 at first."""
 
     def __init__(self, nbytes: int, num_flags: int, device: torch.device, group_name: Any) -> None:
-        """Collective."""
+        """Allocates the memory. Collective."""
         from torch.distributed import _symmetric_memory
 
         self.nbytes = -(-nbytes // GRANULE) * GRANULE
@@ -31,13 +31,13 @@ class PeerMemory:
         self.addresses: Sequence[int] = list(self._handle.buffer_ptrs)
 
     def like(self, out: Tensor) -> Tensor:
-        """The first bytes of this rank, as `out`."""
-        # A view that was made in inference mode cannot be written out of it.
+        """A view of this rank's first bytes with the shape and dtype of `out`."""
+        # A view made in inference mode cannot be written outside of it.
         place = (out.dtype, out.shape, torch.is_inference_mode_enabled())
         if place != self._place:
             self._place, self._view = place, self.mine[: out.nbytes].view(out.dtype).view(out.shape)
         return self._view
 
     def flag(self, rank: int, number: int) -> int:
-        """Where flag `number` of a rank is."""
+        """The address of flag `number` of a rank."""
         return self.addresses[rank] + self.nbytes + number * FLAG_BYTES

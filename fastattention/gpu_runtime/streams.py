@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from fastattention.gpu_runtime.module import checked, driver_bindings
 
 U32_MODULUS = 1 << 32  # flags have 32 bits and wrap around
-_BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: whatever the stream has done before is visible first
+_BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream are visible first
 _REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 class Operation(NamedTuple):
-    """Something to enqueue on a stream, with all that the driver is told of it: for calls that do it again and again.
+    """An operation to enqueue on a stream, prepared with all its arguments for calls that repeat it.
 
-    Python takes longer to make it than the driver to enqueue it.
+    Making it in Python takes longer than enqueueing it.
     """
 
     enqueue: Callable[[], tuple[Any, ...]]  # returns the answer of the driver
@@ -38,7 +38,7 @@ def copy_operation(target: int, source: int, nbytes: int, stream: int) -> Operat
 
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Enqueues such a copy."""
+    """Enqueues a copy between addresses of this process, of any GPUs that it can reach."""
     answer = driver_bindings().cuMemcpyAsync(target, source, nbytes, stream)
     if answer[0]:
         checked(answer, f"copying {nbytes} bytes")
@@ -47,7 +47,7 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
 def stream_write_value32(address: int, number: int, stream: int) -> None:
     """cuStreamWriteValue32: the stream writes `number` to an address after all work enqueued before it.
 
-    For numbers that are written once. Flags, which are written again and again, are prepared: FlagWrites.
+    This is for values that are written once. FlagWrites prepares flags that are written again and again.
     """
     checked(driver_bindings().cuStreamWriteValue32(stream, address, number, _BEHIND_ALL), "writing a number")
 
@@ -69,7 +69,7 @@ class FlagOperations:
         return Operation(functools.partial(batch, stream, len(self._operations), self._operations, 0), self._doing)
 
     def enqueue(self, stream: int) -> None:
-        """On a stream of the current device, behind all that the stream has done before."""
+        """Enqueues it on a stream of the current device, after all earlier work of the stream."""
         _enqueue(self._operations, stream, self._doing)
 
 
@@ -81,9 +81,9 @@ class FlagWrites(FlagOperations):
 
 
 class FlagWaits(FlagOperations):
-    """Flags at some addresses, in this GPU's memory, that others raise: a stream waits for all, and lowers them again.
+    """Flags in this GPU's memory that other GPUs set: a stream waits for all of them, and resets them.
 
-    Each is 0 at first, 1 when it is raised; nobody raises it again before it is lowered.
+    Each is 0 at first, and 1 when it is set. No rank sets it again before it is reset.
     """
 
     def __init__(self, addresses: Sequence[int]) -> None:
@@ -91,13 +91,13 @@ class FlagWaits(FlagOperations):
 
 
 class StreamBarrier(FlagOperations):
-    """A barrier of streams of several GPUs, without a kernel: each raises a flag at every other.
+    """A barrier of streams of several GPUs, without a kernel: each sets a flag at every other.
 
-    What a stream has done before is visible to all, once they go on.
+    Earlier writes of a stream are visible to all streams after the barrier.
 
-    mine: addresses of the flags that others raise, in this GPU's memory; theirs: of those that this one raises. Each is
-    0 at first. They are lowered again before anybody goes on, so that a barrier can be used over and over, also by
-    graphs; but between two of one kind every stream must have passed another.
+    mine: addresses of the flags in this GPU's memory that others set; theirs: of the flags that this GPU sets. Each is
+        0 at first. They are reset before any stream goes on, so that a barrier can be used again and again, also in
+        graphs. But between two uses of one barrier every stream must have passed another barrier.
     """
 
     def __init__(self, mine: Sequence[int], theirs: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What can be compiled and launched: the source of a kernel, with what it is compiled with."""
+"""Variant: what can be compiled and launched, the source of a kernel with its compile-time parameters."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Entry(NamedTuple):
     name: str
     num_threads: int
     shared_bytes: int
-    overlaps: bool = False  # may start before the kernel before it has ended: it waits where it must
+    overlaps: bool = False  # may start before the previous kernel has ended, and waits for it where it must
 
 
 @dataclass(frozen=True)
 class Variant:
     """A kernel and its compile-time parameters: the fields of a subclass. Equal ones are the same machine code.
 
-    C++ reads integers and booleans as members of `struct Config`, by the names of the fields. Strings and dtypes are
-    not among them: properties in `exports` say what C++ needs of them.
+    C++ reads integers and booleans as members of `struct Config`, by the names of the fields. For strings and dtypes,
+    properties in `exports` give the members that C++ needs.
     """
 
-    include_folders: ClassVar[tuple[Path, ...]]  # where headers are looked for; their contents are part of its identity
+    include_folders: ClassVar[tuple[Path, ...]]  # folders of headers; their contents are part of its identity
     exports: ClassVar[tuple[str, ...]] = ()  # properties that are members of Config too
     constants: ClassVar[Mapping[str, int]] = {}  # members that are the same for all variants of a kernel
 
@@ -42,7 +42,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Unique among variants: the kernel, and fields that differ from their defaults, by their initials."""
+        """A unique name: the kernel, and fields that differ from their defaults, by their initials."""
         parts = [self.source.removesuffix(".cuh")]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

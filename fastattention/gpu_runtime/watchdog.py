@@ -1,4 +1,4 @@
-"""Watchdog: an end to processes whose GPU waits for flags that no other rank raises any more."""
+"""Watchdog: ends processes whose GPU waits for flags that no other rank will set."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from fastattention.gpu_runtime.streams import U32_MODULUS, stream_write_value32
 
-_LOOKS = 20  # within a timeout
-_LONGEST_REST = 1.0  # seconds from look to look
+_LOOKS = 20  # checks within a timeout
+_LONGEST_REST = 1.0  # seconds between checks
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 class Watchdog:
     """Ends the process when its GPU finishes no call within a timeout, as the watchdog of torch's NCCL does.
 
-    The GPU writes the number of every call that it has finished to memory of the host, where a thread looks now and
-    then. It asks nothing of CUDA, which does not answer while another thread waits for the GPU in it. Replays of CUDA
-    graphs have no number, and are not watched; nor are they by NCCL.
+    The GPU writes the number of every finished call to host memory, which a thread reads now and then. The thread does
+    not call CUDA, which blocks while another thread waits for the GPU in it. Replays of CUDA graphs have no number and
+    are not watched; nor does NCCL watch them.
     """
 
     def __init__(self, name: str, device: torch.device, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def finish(self, stream: int) -> None:
-        """A call is finished at the point that a stream of the current device has reached."""
+        """Marks a call as finished at the current point of a stream of the current device."""
         if self._thread is None:
             rest = min(self._seconds / _LOOKS, _LONGEST_REST)
             self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), rest), daemon=True)
@@ -50,7 +50,7 @@ class Watchdog:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all calls are finished. One more may be: of a `finish` that was interrupted before it had counted."""
+        """Whether all calls are finished. A `finish` that was interrupted before it had counted may add one."""
         return (self.finished - self._enqueued) % U32_MODULUS < U32_MODULUS // 2
 
     def check(self, since: float) -> None:
@@ -67,7 +67,7 @@ class Watchdog:
 
 
 def _watch(reference: weakref.ref[Watchdog], rest: float) -> None:
-    """Until nobody has the watchdog any more."""
+    """Checks until the watchdog is garbage-collected."""
     seen, since = 0, time.monotonic()
     while (watchdog := reference()) is not None:
         if watchdog.is_idle or watchdog.finished != seen:

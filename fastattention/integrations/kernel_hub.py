@@ -1,8 +1,8 @@
-"""What a folder of `fastattention export-kernel` exports: flash-attn's functions, for Transformers to call.
+"""The functions that a folder of `fastattention export-kernel` exports: flash-attn's, for Transformers to call.
 
-Transformers loads such a folder with the kernels package. It inspects the parameters of what it finds there and passes
-on what it knows by name. Attention sinks go to a parameter `s_aux` and are dropped in silence where there is none.
-All other names are flash-attn's, which are ours.
+Transformers loads such a folder with the kernels package. It inspects the parameters of the functions there and passes
+arguments that it knows by name. Attention sinks go to a parameter `s_aux`, and are silently dropped where there is
+none. All other names are flash-attn's, and so are ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache
 
 
 def _with_s_aux(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its parameter `sinks`, float (nheads,) or None, called `s_aux`. The rest is as it was."""
+    """`function` with its parameter `sinks`, float (nheads,) or None, called `s_aux`. Nothing else changes."""
 
     @functools.wraps(function)
     def renamed(*args: Any, s_aux: Tensor | None = None, **kwargs: Any) -> Any:

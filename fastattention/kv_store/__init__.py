@@ -1,4 +1,4 @@
-"""KV stores: KV caches whose memory and layout the library owns. base.py has the interface, KVStore.
+"""KV caches whose memory and layout the library owns. base.py has the interface, KVStore.
 
 dense.py   DenseKVStore: plain tensors, for every backend
 packed.py  PackedKVStore: interleaved panels, for the cpu backend

@@ -24,8 +24,8 @@ class KVStore(abc.ABC):
     - `batch_size`: sequences
     - `capacity`: tokens that each sequence has room for
     - `nheads_k`: key and value heads
-    - `headdim`, `headdim_v`: of keys, 1 to 576, and of values, 1 to 512; headdim_v=None means headdim
-    - `dtype`: float16, bfloat16 or float32, of keys, values and queries
+    - `headdim`, `headdim_v`: head dimensions of keys, 1 to 576, and values, 1 to 512; headdim_v=None means headdim
+    - `dtype`: that of keys, values and queries: float16, bfloat16 or float32
     - `device`: where the store lives
 
     On the CPU a call that does not fit the capacity raises ArgumentError, and the store is as it was. On other devices
@@ -74,11 +74,11 @@ class KVStore(abc.ABC):
     def read(self) -> tuple[Tensor, Tensor]:
         """All tokens: k (batch_size, capacity, nheads_k, headdim) and v (batch_size, capacity, nheads_k, headdim_v).
 
-        What lies beyond `seqlens` is arbitrary. The tensors may be the store's own memory: do not write to them.
+        Elements beyond `seqlens` are arbitrary. The tensors may be the store's own memory: do not write to them.
         """
 
     def _request(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Request:
-        """What `attend` asks for, after its checks."""
+        """The request of `attend`, after its checks."""
         request = request_of(fast_attn_with_kvcache, q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)
         if k is None:
             return request
@@ -190,7 +190,7 @@ class KVStore(abc.ABC):
             )
 
     def _check_room(self, q: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """Raises when the tokens of k do not fit; k is checked for more than that later on."""
+        """Raises when the tokens of k do not fit. Other checks of k follow later."""
         require_tensor("k", k)
         if self.device.type != "cpu" or k.dim() != 4 or not runs_eagerly(q, k, v):
             return
@@ -206,7 +206,7 @@ _LARGEST = 2**31 - 1  # kernels count in 32 bits
 
 
 def _lengths(batch_size: int, device: torch.device | str) -> Tensor:
-    """Zeros; raises ArgumentError for a device that torch does not have."""
+    """Lengths of 0; raises ArgumentError for a device that torch does not have."""
     try:
         return torch.zeros(batch_size, dtype=torch.int32, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -12,15 +12,15 @@ from torch import Tensor
 from fastattention.sizes import format_bytes
 
 HUGE_PAGE = 2 << 20
-# Keys and values that both begin with a page are up to 8% slower to read in turns.
+# Keys and values that both begin at a page boundary are up to 8% slower to read in turns.
 OFFSET = 64
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous tensor whose numbers are arbitrary.
+    """A contiguous tensor with arbitrary values.
 
-    Large ones on the CPU lie in huge pages where Linux gives them on request: a cache is read from end to end, a fifth
-    to a third faster so (docs/decisions/0012-keep-kv-stores-in-huge-pages.md).
+    Large tensors on the CPU are in huge pages where Linux gives them on request. A cache is read from end to end, and
+    that is a fifth to a third faster so (docs/decisions/0012-keep-kv-caches-in-huge-pages.md).
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -20,9 +20,9 @@ from fastattention.kv_store.memory import allocate
 class PackedKVStore(KVStore):
     """A store for the cpu backend, whose tokens are stored in interleaved panels, as its kernels read them.
 
-    Decoding reads it faster than plain tensors. Writing a prompt takes a few times as long, which is little beside
-    attending to it. The arguments are those of `KVStore`. Calls cannot be
-    traced by torch.compile, and take plain tensors only; a DenseKVStore has neither limit.
+    Decoding reads it faster than plain tensors. Writing a prompt takes a few times as long, which is little compared
+    with attending to it. The arguments are those of `KVStore`. Calls cannot be traced by torch.compile, and take plain
+    tensors only; a DenseKVStore has neither limit.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PackedKVStore(KVStore):
         return self._k.nbytes + self._v.nbytes
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Copies, in the dense layout."""
+        """Copies of the tokens, in the dense layout."""
         keys = panel_cache.keys_from_panels(self._k, self.capacity, self.headdim)
         return keys, panel_cache.values_from_panels(self._v, self.capacity)
 

@@ -3,8 +3,8 @@
 chunk_gla, chunk_gated_delta_rule          chunks of tokens, for prompts and training
 recurrent_gla, recurrent_gated_delta_rule  token by token, for decoding
 
-interface.py defines the arguments, validation.py checks them, operator.py declares the operator, backend.py lists who
-serves it, and reference.py defines the results.
+interface.py defines the arguments, validation.py checks them, operator.py declares the operator, backend.py lists the
+backends, and reference.py defines the results.
 """
 
 from fastattention.linear.interface import (

@@ -1,4 +1,4 @@
-"""LinearBackend: what every engine of linear attention implements, and LINEAR_BACKENDS, those there are."""
+"""LinearBackend: the interface of backends of linear attention. LINEAR_BACKENDS lists them."""
 
 from __future__ import annotations
 

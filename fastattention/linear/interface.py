@@ -43,11 +43,12 @@ def chunk_gla(
         for one gate a head; any of the three dtypes. -inf forgets everything before the token
     - `scale`: None means headdim_k ** -0.5
     - `initial_state`: float32 (batch_size, nheads, headdim_k, headdim_v); None means zeros. It is not written
-    - `output_final_state`: whether to return the state behind the last token
+    - `output_final_state`: whether to return the state after the last token
     - `state_v_first`: states have headdim_v before headdim_k
-    - `cu_seqlens`: int32 or int64 (num_sequences + 1,), rising from 0 to seqlen: sequences that lie one behind the
-        other in a batch of 1. States then are (num_sequences, ...)
-    - `backend`: "auto", or the name of one; `fastattention.explain(..., function=chunk_gla)` lists them with reasons
+    - `cu_seqlens`: int32 or int64 (num_sequences + 1,), rising from 0 to seqlen: sequences that follow one another in a
+      batch of 1. States then are (num_sequences, ...)
+    - `backend`: "auto", or the name of a backend; `fastattention.explain(..., function=chunk_gla)` lists them with
+      reasons
 
     Returns (out, final_state): out like v; final_state float32, None unless asked for. Gradients come from operations
     of torch. Raises ArgumentError for wrong arguments, UnsupportedError when the backend named cannot serve the call.

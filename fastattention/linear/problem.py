@@ -36,12 +36,12 @@ class LinearProblem:
     nheads_k: int
     headdim_k: int
     headdim_v: int
-    dtype: torch.dtype  # of q, k, v and out
+    dtype: torch.dtype  # dtype of q, k, v and out
     gate_dtype: torch.dtype
     beta_dtype: torch.dtype | None
     device: torch.device
     scale: float
-    l2norm: bool  # of every query and key
+    l2norm: bool  # whether every query and key is normalized
     returns_state: bool
     grads: tuple[str, ...]  # fields of LinearInputs that require a gradient
     in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
@@ -75,14 +75,14 @@ class LinearInputs(NamedTuple):
 
 
 class LinearGradients(NamedTuple):
-    """What a backward starts from; either may be None, but not both. Backends get contiguous ones."""
+    """The gradients that a backward starts from. Either may be None, but not both. Backends get contiguous ones."""
 
     out: Tensor | None  # as LinearOutput.out
     final_state: Tensor | None  # as LinearOutput.final_state
 
 
 class LinearOutput(NamedTuple):
-    """What a backend returns: final_state is None unless the problem asks for it."""
+    """The results of a backend; final_state is None unless the problem asks for it."""
 
     out: Tensor
     final_state: Tensor | None

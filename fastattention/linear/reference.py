@@ -1,6 +1,7 @@
 """Exact linear attention: the recurrence, token by token, written to be read. Every backend is tested against it.
 
-A head keeps a state S of (headdim_k, headdim_v). For each token, with its gate a = exp(g) and l2norm where asked for:
+A head keeps a state S of (headdim_k, headdim_v). For each token, with its gate a = exp(g), and l2norm of q and k where
+asked for:
 
     gated linear attention      S = diag(a) S + k v^T
     gated delta rule            S = a S;  S = S + k (beta (v - S^T k))^T
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 
-L2NORM_EPSILON = 1e-6  # as flash-linear-attention and Transformers have it
+L2NORM_EPSILON = 1e-6  # as in flash-linear-attention and Transformers
 
 
 def linear_attention(problem: LinearProblem, inputs: LinearInputs, dtype: torch.dtype = torch.float64) -> LinearOutput:
-    """(out, final state) in `dtype`, in which everything is computed."""
+    """(out, final state), computed in `dtype`."""
     q, k, v, g = (tensor.to(dtype) for tensor in inputs[:4])
     if problem.l2norm:
         q, k = l2norm(q), l2norm(k)

@@ -107,7 +107,7 @@ def check_gate_dtype(name: str, gate: Tensor | TensorSpec) -> None:
 
 
 def check_values_first(given: LinearInputs) -> None:
-    """Raises for an initial_state that has not headdim_v before headdim_k, in a call that is right but for it."""
+    """Raises for an initial_state without headdim_v before headdim_k, in a call that is otherwise right."""
     sequences = given.v.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
     shape = (sequences, given.v.shape[2], given.v.shape[3], given.q.shape[3])
     state = spec_of("initial_state", given.initial_state)
@@ -115,7 +115,7 @@ def check_values_first(given: LinearInputs) -> None:
 
 
 def as_backends_read(given: LinearInputs) -> LinearInputs:
-    """The tensors of a call with a contiguous last axis, offsets in int32: nothing is copied that is so already."""
+    """The tensors of a call with a contiguous last axis, offsets in int32: tensors that have these are not copied."""
     offsets = given.cu_seqlens
     if offsets is not None:
         offsets = offsets.to(torch.int32).contiguous()

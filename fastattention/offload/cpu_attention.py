@@ -17,7 +17,7 @@ def prepare_attention(
 ) -> CpuWork:
     """A call of fast_attn_with_kvcache that writes out and lse, and reads the values of q only when it is run.
 
-    The tensors of `arguments` lie in CPU memory; lengths and pages are those of now. Raises as the call would.
+    The tensors of `arguments` are in CPU memory; their lengths and pages are read now. Raises as the call would.
 
     out: (batch_size, seqlen_q, nheads, headdim_v); lse: float32 (batch_size, nheads, seqlen_q)
     """

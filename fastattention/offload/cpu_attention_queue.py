@@ -1,4 +1,4 @@
-"""Attention on the CPU beside the device: copies queries down, queues the work, copies results up."""
+"""Attention on the CPU, concurrent with the device: copies queries down, queues the work, copies results up."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ FEW_THREADS = 4
 
 
 class Results(NamedTuple):
-    """What the CPU finds, as tensors of the device: valid from the end of `span` until the next job begins."""
+    """Results of the CPU, as tensors of the device: valid from the end of `span` until the next job begins."""
 
     out: Tensor  # (batch_size, seqlen_q, nheads, headdim_v)
     lse: Tensor  # float32 (batch_size, nheads, seqlen_q)
     span: Span
 
 
-# From q, out and lse in CPU memory, where q is not yet, and a number of threads.
+# Prepares work from q, out and lse in CPU memory, to which q has not been copied yet, and a number of threads.
 Prepare = Callable[[Tensor, Tensor, Tensor, int], CpuWork]
 
 
 class CpuAttentionQueue:
     """Queues attention on the CPU through memory that both sides reach, used by one layer after another.
 
-    Jobs of the CPU are in order, and the device has used the results of one before it gives it the next queries: the
+    Jobs of the CPU run in order, and the device has used the results of one before it sends the next queries. So the
     same memory serves all layers.
     """
 
@@ -39,10 +39,10 @@ class CpuAttentionQueue:
         self._end: Event = None
 
     def attend(self, q: Tensor, headdim_v: int, nbytes: int, prepare: Prepare, ready: Event = None) -> Results:
-        """Lets the CPU attend for q, (batch_size, seqlen_q, nheads, headdim) on the device, beside its computation.
+        """Lets the CPU attend for q, (batch_size, seqlen_q, nheads, headdim) on the device, which goes on computing.
 
-        nbytes: of CPU memory, that are read; ready: when they are there: pages of a layer that has just moved may be on
-        their way
+        nbytes: bytes of CPU memory that are read; ready: the event after which they are there, because pages of a layer
+            that has just moved may still be copied
         """
         batch_size, seqlen_q, nheads, headdim = q.shape
         queries = self._shared("q", (batch_size, seqlen_q, nheads, headdim), q.dtype)
@@ -67,6 +67,6 @@ class CpuAttentionQueue:
 
 
 def attention_threads() -> int:
-    """Of the attention beside a device: where there are many, one core is left to the driver and other programs."""
+    """Threads of attention on the CPU: where there are many cores, one is kept for the driver and other programs."""
     available = get_num_threads()
     return available - 1 if available > FEW_THREADS else available

@@ -9,13 +9,13 @@ import torch
 from fastattention.backends.cpu.work_queue import WorkQueue
 from fastattention.gpu_runtime.streams import U32_MODULUS, stream_wait_value32, stream_write_value32
 
-_LINE = 16  # numbers of 32 bits: no two flags in one cache line
+_LINE = 16  # 32-bit words of a cache line, so that no two flags share one
 
 
 class CpuStream:
-    """The GPU writes a number when the CPU may begin, and waits for one that the CPU writes when it is done.
+    """The stream signals a worker thread by a number in pinned memory, and waits for a number that it writes back.
 
-    Both lie in pinned memory. A call of the host by the driver does the same, 0.1 to 0.2 milliseconds later.
+    A host callback of the driver would take 0.1 to 0.2 ms longer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,21 +27,21 @@ class CpuStream:
         weakref.finalize(self, _end, self._queue, self.stream, done).atexit = False
 
     def enqueue(self, function: int, argument: int) -> None:
-        """The C function `void (void*)` at address `function` runs when the stream is there; `wait` must follow.
+        """Runs the C function `void (void*)` at `function` when the stream reaches this point; `wait` must follow.
 
         Raises MemoryError.
         """
-        # Numbers are not used twice: were one written by a call that was interrupted, its next job would not wait.
+        # No number is used twice: if an interrupted call had written it, the next job with it would not wait.
         self._number = (self._number + 1) % U32_MODULUS
         stream_write_value32(self._ready, self._number, self.stream.cuda_stream)
         self._queue.push(self._number, function, argument)
 
     def wait(self) -> None:
-        """The stream goes on when all functions have returned, also that of an `enqueue` which was interrupted."""
+        """The stream waits until all functions have returned, also that of an interrupted `enqueue`."""
         stream_wait_value32(self._done, self._queue.newest, self.stream.cuda_stream)
 
 
 def _end(queue: WorkQueue, stream: torch.cuda.Stream, done: torch.Tensor) -> None:
-    """The stream may still wait for `done`, which stays until here."""
+    """Ends the queue. The stream may still wait for `done`, which the argument keeps alive."""
     queue.end()
     stream.synchronize()

@@ -17,19 +17,19 @@ from torch import Tensor
 from fastattention.errors import ArgumentError, CacheFullError
 from fastattention.offload.cpu_stream import CpuStream
 
-# A point in the work of a device. What it is, is the device's own business.
+# A point in the work of a device. Its type depends on the device.
 Event = Any
 
 
 class Span(NamedTuple):
-    """When something takes place, without what it waits for; both know their time."""
+    """The begin and end of some work, without its waiting time; both events know their time."""
 
     begin: Event
     end: Event
 
 
 class Upload(NamedTuple):
-    """When an upload takes place. before: the end of the one before it, whoever asked for that; None for the first."""
+    """The time of an upload. before: the end of the previous upload, by any caller; None for the first."""
 
     before: Event
     begin: Event
@@ -37,41 +37,41 @@ class Upload(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Numbers to move between the device and host memory: two tensors of one shape, both contiguous."""
+    """A copy between the device and host memory: two tensors of one shape, both contiguous."""
 
     target: Tensor
     source: Tensor
 
 
 class CpuWork(Protocol):
-    """What the CPU does when the C function at address `function` is called with `argument`."""
+    """Work of the CPU, done when the C function at address `function` is called with `argument`."""
 
     function: int
     argument: int
 
     def run(self) -> None:
-        """Does it in this thread. Raises the error that `check` would."""
+        """Does the work in this thread. Raises the error that `check` would."""
 
     def check(self) -> None:
-        """Once it is done: raises an error if it could not be."""
+        """Raises an error if the work has failed; for work that is done."""
 
 
 class Shared(NamedTuple):
-    """Host memory that both sides reach: the same numbers as a tensor of each."""
+    """Host memory that both sides reach, as a tensor of each."""
 
     host: Tensor
     device: Tensor  # reads and writes go over the link
 
 
 class CpuJob(NamedTuple):
-    """Copies to host memory, then work; and what that works with, which must stay until it is done."""
+    """Copies to host memory, then work; and the objects that must stay alive until it is done."""
 
     down: Sequence[Copy]
     work: CpuWork
 
 
 class Device(abc.ABC):
-    """An accelerator that computes in order, copies in both directions beside that, and waits for events on its own.
+    """An accelerator that computes in order, copies in both directions concurrently, and waits for events by itself.
 
     Nothing here waits on the host.
     """
@@ -80,15 +80,15 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def mark(self) -> Event:
-        """The point that the computation has reached when all that was asked of it so far is done."""
+        """An event after all computation enqueued so far."""
 
     @abc.abstractmethod
     def wait(self, event: Event) -> None:
-        """Lets the computation go on only after `event`."""
+        """Makes later computation wait for `event`."""
 
     @abc.abstractmethod
     def seconds_between(self, begin: Event, end: Event) -> float | None:
-        """Between events of a Span or an Upload, negative if `end` came first; None while either is still to come."""
+        """Seconds between events of a Span or an Upload, negative if `end` came first; None while either is to come."""
 
     @abc.abstractmethod
     def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Upload:
@@ -96,29 +96,29 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def download(self, copies: Sequence[Copy]) -> Event:
-        """Copies to host memory, after earlier downloads and the computation so far; returns the end of it."""
+        """Copies to host memory, after earlier downloads and the computation so far; returns the event at its end."""
 
     @abc.abstractmethod
     def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Span:
-        """A job whose work reads nbytes of host memory, after earlier ones and the given events.
+        """Runs a job whose work reads nbytes of host memory, after earlier jobs and the given events.
 
-        Work that could not be done raises in a later call, with NaN as its results.
+        Work that fails gives NaN as its results, and raises in a later call.
         """
 
     @abc.abstractmethod
     def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """In it, the computation of the thread that enters is in a line of its own: the same for the same number.
+        """A context in which the calling thread computes on a branch of its own: the same for the same number.
 
-        Lines run side by side and order nothing among each other: `mark` in one and `wait` in the other do.
+        Branches run concurrently and unordered: `mark` in one and `wait` in another order them.
         """
 
     @abc.abstractmethod
     def adopt(self, tensor: Tensor) -> None:
-        """The computation uses a tensor of another branch, whose memory must not be given away before it has."""
+        """Tells that this branch uses a tensor of another one, whose memory must not be reused before."""
 
     @abc.abstractmethod
     def pin(self, memory: Tensor) -> None:
-        """Makes host memory fit for copies that the device does on its own. Raises CacheFullError when it cannot be."""
+        """Pins host memory, so that the device copies it asynchronously. Raises CacheFullError when it cannot."""
 
     @abc.abstractmethod
     def unpin(self, memory: Tensor) -> None:
@@ -126,7 +126,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
-        """A little memory for what goes down and comes up."""
+        """A little memory for queries that go down and results that come up."""
 
 
 class CudaDevice(Device):
@@ -137,9 +137,9 @@ class CudaDevice(Device):
             raise ArgumentError(f"device={device}: layers can be kept in CPU memory beside a CUDA device only")
         self.torch_device = device
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._uploaded: torch.cuda.Event | None = None  # the end of the last upload
+        self._uploaded: torch.cuda.Event | None = None  # end of the last upload
         self._branches: list[torch.cuda.Stream] = []
-        self._cpu: dict[int, CpuStream] = {}  # for every stream that computes
+        self._cpu: dict[int, CpuStream] = {}  # one for every compute stream
         self._running = Running()
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -148,17 +148,17 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.torch_device).record_event()
 
     def wait(self, event: Event) -> None:
-        """The current stream waits."""
+        """Makes the current stream wait."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def seconds_between(self, begin: Event, end: Event) -> float | None:
-        """By the GPU's clock, whatever the streams."""
+        """Seconds by the GPU's clock, for events of any streams."""
         if not (begin.query() and end.query()):
             return None
         return 1e-3 * float(begin.elapsed_time(end))
 
     def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Upload:
-        """On the stream for uploads."""
+        """Copies on the stream for uploads."""
         before = self._uploaded
         with torch.cuda.stream(self._up):
             begin = self._begin(self._up, after)
@@ -167,16 +167,16 @@ class CudaDevice(Device):
         return Upload(before, begin, end)
 
     def download(self, copies: Sequence[Copy]) -> Event:
-        """On the stream for downloads."""
+        """Copies on the stream for downloads."""
         self._down.wait_event(self.mark())
         with torch.cuda.stream(self._down):
             self._copy(copies)
         for _, source in copies:
-            source.record_stream(self._down)  # may be a temporary, whose memory must not be given away yet
+            source.record_stream(self._down)  # it may be a temporary, whose memory must not be reused yet
         return self._down.record_event()
 
     def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Span:
-        """On a stream of its own: this thread goes on, and one without Python works when its turn comes."""
+        """Runs it on a stream of its own. This thread goes on, and a native worker thread does the work."""
         self._running.check()
         cpu = self._cpu_stream()
         running = self._running.keep(job)
@@ -191,14 +191,14 @@ class CudaDevice(Device):
         return Span(begin, running.end)
 
     def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """A stream, kept: torch keeps memory for every stream that it has seen."""
+        """A stream for each number, which is kept: torch keeps memory for every stream that it has seen."""
         while len(self._branches) <= number:
             self._branches.append(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
         stream: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._branches[number])
         return stream
 
     def adopt(self, tensor: Tensor) -> None:
-        """Recorded with the current stream."""
+        """Records the tensor with the current stream."""
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
@@ -212,18 +212,18 @@ class CudaDevice(Device):
             )
 
     def unpin(self, memory: Tensor) -> None:
-        """The copies of this device are over when it is idle, and so are its jobs, which keep memory of theirs."""
+        """Unpins memory once the device is idle: its copies are then over, and so are jobs, which keep memory alive."""
         torch.cuda.synchronize(self.torch_device)
         self._running.forget()
         self._runtime.cudaHostUnregister(memory.data_ptr())
 
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
-        """Pinned memory, which kernels address as the host does: what they read does not wait for other copies."""
+        """Pinned memory, which kernels address directly: their reads do not wait for other copies."""
         host = torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
         return Shared(host, _as_device_tensor(host, self.torch_device))
 
     def _cpu_stream(self) -> CpuStream:
-        """Of the current stream: jobs of branches do not wait for each other."""
+        """The CpuStream of the current stream: jobs of branches do not wait for each other."""
         key = torch.cuda.current_stream(self.torch_device).cuda_stream
         if key not in self._cpu:
             self._cpu[key] = CpuStream(self.torch_device)
@@ -231,27 +231,27 @@ class CudaDevice(Device):
 
     @staticmethod
     def _begin(stream: torch.cuda.Stream, after: Sequence[Event]) -> torch.cuda.Event:
-        """Lets a stream wait, and returns the point at which it has."""
+        """Makes a stream wait for events, and returns an event after the wait."""
         for event in after:
             stream.wait_event(event)
         return _timed_event(stream)
 
     @staticmethod
     def _copy(copies: Sequence[Copy]) -> None:
-        """In the current stream."""
+        """Copies in the current stream."""
         for target, source in copies:
             target.copy_(source, non_blocking=True)
 
 
 def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The point that a stream has reached, which will know its time."""
+    """An event at the current point of a stream, with its time."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     stream.record_event(event)
     return event
 
 
 class _Interface:
-    """Memory, as torch and others take it from each other."""
+    """Memory with the interface by which torch and other libraries share it."""
 
     def __init__(self, memory: Tensor) -> None:
         data = (memory.data_ptr(), False)  # not read-only
@@ -259,13 +259,13 @@ class _Interface:
 
 
 def _as_device_tensor(pinned: Tensor, device: torch.device) -> Tensor:
-    """Pinned memory as a tensor of a GPU; it must stay as long as that is used."""
+    """Pinned memory as a tensor of a GPU; it must live as long as that is used."""
     return torch.as_tensor(_Interface(pinned), dtype=torch.uint8, device=device).view(pinned.dtype).view(pinned.shape)
 
 
 @dataclass
 class RunningJob:
-    """A job that may begin at any time; its end is known once all of it has been asked for."""
+    """A job that may begin at any time. Its end is known once all of it has been enqueued."""
 
     job: CpuJob
     end: torch.cuda.Event | None = None
@@ -279,7 +279,7 @@ class Running:
         self._lock = threading.Lock()
 
     def keep(self, job: CpuJob) -> RunningJob:
-        """Keeps a job before anybody may begin it: one whose asking is interrupted may run all the same."""
+        """Keeps a job before it may begin: a job may run even if enqueueing it is interrupted."""
         running = RunningJob(job)
         self._jobs.append(running)
         return running
@@ -290,7 +290,7 @@ class Running:
             job.work.check()
 
     def forget(self) -> list[CpuJob]:
-        """Those that have ended, and are kept no longer."""
+        """Drops jobs that have ended, and returns them."""
         ended = []
         with self._lock:
             while self._jobs and (end := self._jobs[0].end) is not None and end.query():  # type: ignore[no-untyped-call]
@@ -300,5 +300,5 @@ class Running:
 
 @functools.cache
 def cuda_device(device: torch.device) -> CudaDevice:
-    """The one CudaDevice of a GPU, whose streams and measured bandwidths all caches of the process share."""
+    """The single CudaDevice of a GPU. All caches of the process share its streams and measured bandwidths."""
     return CudaDevice(device)

@@ -11,16 +11,16 @@ from fastattention.errors import ArgumentError
 class Hardware:
     """One GPU and its share of the host, by bandwidths in bytes per second.
 
-    Raises ArgumentError for values that cannot be.
+    Raises ArgumentError for impossible values.
     """
 
     name: str
     gpu_bandwidth: float  # reading GPU memory
     link_bandwidth: float  # uploads from pinned host memory
-    cpu_bandwidth: float  # keys and values that the CPU's attention kernel gets through
-    dram_bandwidth: float  # host memory: what uploads and the CPU's kernel reach together
-    handover_seconds: float  # of a layer on the CPU: queries down, waking threads, the result up
-    layer_overhead_seconds: float  # of any layer, beyond reading its weights and its cache
+    cpu_bandwidth: float  # keys and values that the CPU's attention kernel reads
+    dram_bandwidth: float  # host memory: uploads and the CPU's kernel together
+    handover_seconds: float  # for a layer on the CPU: queries down, waking threads, the result up
+    layer_overhead_seconds: float  # for any layer, beyond reading its weights and its cache
 
     def __post_init__(self) -> None:
         for field in ("gpu_bandwidth", "link_bandwidth", "cpu_bandwidth", "dram_bandwidth"):
@@ -37,7 +37,7 @@ class Hardware:
                 )
 
     def shared(self, num_gpus: int) -> Hardware:
-        """What one of `num_gpus` equal GPUs in a host has: its own link, and an even share of processor and memory."""
+        """The share of one of `num_gpus` equal GPUs in a host: its own link, and an even part of the host."""
         if num_gpus < 1:
             raise ArgumentError(f"num_gpus={num_gpus} is not positive")
         dram_bandwidth = self.dram_bandwidth / num_gpus
@@ -49,8 +49,8 @@ class Hardware:
         )
 
 
-# Handovers and overheads are assumed everywhere: tens of microseconds, for the launches of a dozen kernels, and for two
-# small copies with a wake-up between them. All else is assumed too, unless it says measured.
+# Handovers and overheads are assumed for all presets: tens of microseconds, for the launches of a dozen kernels, and
+# for two small copies with a wake-up between them. All other values are assumed too, unless marked as measured.
 PRESETS = {
     hardware.name: hardware
     for hardware in (
@@ -76,7 +76,7 @@ PRESETS = {
             "t4",
             gpu_bandwidth=240e9,  # of 320 published
             link_bandwidth=11e9,  # PCIe 3
-            cpu_bandwidth=40e9,  # of the cores that clouds sell with one T4, about eight
+            cpu_bandwidth=40e9,  # about eight cores, which clouds sell with one T4
             dram_bandwidth=60e9,
             handover_seconds=50e-6,
             layer_overhead_seconds=30e-6,

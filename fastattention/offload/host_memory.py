@@ -14,16 +14,16 @@ from fastattention.kv_store.memory import map_huge_pages
 from fastattention.offload.device import Device
 from fastattention.offload.pages import PageShape
 
-SLAB = 256 << 20  # bytes that are pinned at once, about: a fraction of a second
+SLAB = 256 << 20  # bytes that are pinned at once, about; takes a fraction of a second
 
 
 class HostMemory:
     """Tensors of pages in address space that is reserved at once, taken from the system and pinned as they are used.
 
-    slab_pages: pages that are pinned together; nothing must be copied across the end of a slab in one piece
+    slab_pages: pages that are pinned together; no single copy may cross the end of a slab
 
     Linux gives them huge pages where it can: a cache is read from end to end
-    (docs/decisions/0012-keep-kv-stores-in-huge-pages.md).
+    (docs/decisions/0012-keep-kv-caches-in-huge-pages.md).
     """
 
     def __init__(self, shape: PageShape, device: Device) -> None:
@@ -35,7 +35,7 @@ class HostMemory:
         weakref.finalize(self, _unpin, device, self._pinned).atexit = False
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of which only the pages given to `use` may be touched. The first axis is pages."""
+        """A tensor whose first axis is pages. Only pages given to `use` may be accessed."""
         count = math.prod(shape)
         nbytes = max(count * dtype.itemsize, 1)
         try:
@@ -49,13 +49,13 @@ class HostMemory:
         return tensor
 
     def use(self, pages: int) -> None:
-        """The first `pages` pages of all tensors will be used. Raises CacheFullError."""
+        """Pins the first `pages` pages of all tensors for use. Raises CacheFullError."""
         while self._used < pages:
             self._pin([tensor[self._used : self._used + self.slab_pages] for tensor in self._maps])
             self._used += self.slab_pages
 
     def _pin(self, slabs: list[Tensor]) -> None:
-        """All of them, or none."""
+        """Pins all of the slabs, or none."""
         done: list[Tensor] = []
         try:
             for slab in slabs:
@@ -68,7 +68,7 @@ class HostMemory:
 
 
 def _slab_pages(shape: PageShape) -> int:
-    """About a slab of pages, which in no tensor ends within a page of the system."""
+    """Pages of a slab, about SLAB bytes, so that in no tensor a slab ends within a page of the system."""
     itemsize = shape.stored_dtype.itemsize
     row = shape.nheads_k * shape.page_size
     sizes = [row * shape.headdim * itemsize, row * shape.headdim_v * itemsize, row * torch.float32.itemsize]

@@ -23,12 +23,12 @@ from fastattention.offload.pages import PagePool, PageShape
 from fastattention.offload.staging import StagedChunk, Staging, Visit
 from fastattention.offload.upload_controller import LayerTiming, UploadController
 
-# More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
+# More new tokens than this are a prompt: the device attends to all keys, and those in CPU memory are uploaded for it.
 MOST_QUERIES_ON_CPU = 32
 
 
 class MemoryCaps(NamedTuple):
-    """Bytes that the store may take, and what to change when they do not suffice."""
+    """Bytes that the store may take, and advice for errors when they do not suffice."""
 
     gpu: int
     cpu: int
@@ -41,24 +41,25 @@ class Usage(NamedTuple):
 
     num_layers_gpu: int
     num_layers_cpu: int
-    gpu_bytes: int  # of pages in use and of buffers
-    cpu_bytes: int  # of pages in use
+    gpu_bytes: int  # pages in use and buffers
+    cpu_bytes: int  # pages in use
 
 
 class CooperativeKVStore:
     """Keys and values of every layer of a model, for a batch of sequences of one length.
 
     All layers begin on the device. When its budget is used up, layers move to CPU memory, one after another and spread
-    over the depth of the model, as far as that budget goes. What a layer has there is attended to by the CPU, or
-    uploaded in time and attended to by the device, or part by part both; the parts are merged exactly.
+    over the depth of the model, as far as that budget goes. The CPU attends to a layer's pages there, or they are
+    uploaded ahead and the device attends to them, or each does a part. The parts are merged exactly.
 
-    shape: of a page; cache_dtype is that of CPU memory, the device holds `dtype`
-    share: how much of the layers in CPU memory is uploaded every step, 0 to 1, from their number and their tokens;
-    between 0 and 1 it is a prediction, which the store corrects by what steps are seen to take (upload_controller.py)
+    shape: the shape of a page; cache_dtype is that of CPU memory, the device holds `dtype`
+    share: the share of the layers in CPU memory that every step uploads, 0 to 1, from their number and their tokens.
+        Between 0 and 1 it is a prediction, which the store corrects by the measured times of steps
+        (upload_controller.py)
 
     A step uses the layers in order, each once. Before its first layer there is room for all of them, or CacheFullError
-    is raised and the store is as it was. A step that ended early, by whatever exception, is undone by the next.
-    Tokens that come back from quantized pages, then or when others are forgotten, stay rounded.
+    is raised and the store is as it was. A step that ended early, by any exception, is undone by the next. Tokens that
+    come back from quantized pages, by that or by `truncate`, stay rounded.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class CooperativeKVStore:
         )  # fmt: skip
         self._controller = UploadController(device)
         self._length = 0
-        self._settled = True  # whether all layers hold that many tokens, and no pages for more
+        self._settled = True  # whether all layers hold `_length` tokens, and no pages for more
 
     @property
     def batch_size(self) -> int:
@@ -103,11 +104,11 @@ class CooperativeKVStore:
 
     @property
     def length(self) -> int:
-        """Tokens that every sequence held in every layer after the last step that was finished."""
+        """Tokens of every sequence in every layer after the last finished step."""
         return self._length
 
     def length_of(self, index: int) -> int:
-        """Tokens that every sequence holds in one layer: those of `length`, and those of a step under way."""
+        """Tokens of every sequence in one layer: those of `length`, and those of a current step."""
         return self._layers[index].length
 
     @property
@@ -150,7 +151,7 @@ class CooperativeKVStore:
         return out
 
     def _attend_to_parts(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
-        """What the device holds, what is uploaded, and what the CPU attends to, merged."""
+        """Attention to the tokens on the device, to uploaded ones, and to those that the CPU attends to, merged."""
         visit = self._staging.begin(layer, whole=self._staging.share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
         on_cpu = None if visit.end == layer.host_tokens else self._attend_on_cpu(q, layer, visit.end, options)
         parts = [self._attend_to_chunk(q, chunk, options) for chunk in self._staging.chunks(visit)]
@@ -172,9 +173,9 @@ class CooperativeKVStore:
         self._settle()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Sequence i becomes what sequence rows[i] was: for beams, or for another batch size.
+        """Sequence i becomes a copy of sequence rows[i], for beams or for another batch size.
 
-        Raises ArgumentError for rows that are not there, and CacheFullError.
+        Raises ArgumentError for rows that do not exist, and CacheFullError.
         """
         if not rows or not all(0 <= row < self.batch_size for row in rows):
             raise ArgumentError(f"rows={list(rows)} must be some of 0 to {self.batch_size - 1}")
@@ -182,7 +183,7 @@ class CooperativeKVStore:
         self._quiet()
         self._gpu.check(sum(len(rows) - layer.num_gpu_pages_owned for layer in self._layers if layer.on_cpu))
         after = self._device.mark()
-        self._staging.divide(len(rows))  # the last that may fail: all layers change, or none
+        self._staging.divide(len(rows))  # the last operation that may fail, so that all layers change, or none
         for layer in self._layers:
             layer.select(rows, after)
 
@@ -203,7 +204,7 @@ class CooperativeKVStore:
         return self._cpu_queue.attend(q, self.shape.headdim_v, layer.host_bytes(begin), prepare, layer.downloaded)
 
     def _begin(self, index: int, tokens: int, whole_at_once: bool) -> None:
-        """Before a layer of a step. whole_at_once: the device must hold all new tokens of a layer at once."""
+        """Prepares a layer of a step. whole_at_once: the device must hold all new tokens of a layer at once."""
         if index == 0:
             self._settle()
             self._make_room(tokens, whole_at_once)
@@ -212,13 +213,13 @@ class CooperativeKVStore:
             raise ArgumentError(f"layer {index} must follow layer {index - 1} in every step, with as many new tokens")
 
     def _end(self, index: int) -> None:
-        """After a layer of a step."""
+        """Ends a layer of a step."""
         if index == len(self._layers) - 1:
             self._controller.end_step()
             self._length, self._settled = self._layers[index].length, True
 
     def _settle(self) -> None:
-        """Undoes a step that was not finished, or finishes to forget tokens."""
+        """Undoes an unfinished step, or completes an interrupted `truncate`."""
         if self._settled:
             return
         self._quiet()
@@ -227,7 +228,7 @@ class CooperativeKVStore:
         self._settled = True
 
     def _make_room(self, tokens: int, whole_at_once: bool) -> None:
-        """Moves layers to CPU memory until a step of `tokens` fits. Checks everything before it changes anything."""
+        """Moves layers to CPU memory until a step of `tokens` fits. Checks everything before changing anything."""
         moved = self._to_move(tokens, whole_at_once)
         going = [layer for layer in self._layers if layer.on_cpu or layer in moved]
         page_size = self.shape.page_size
@@ -261,22 +262,22 @@ class CooperativeKVStore:
             moved.append(candidates.pop(0))
 
     def _growth(self, layer: Layer, tokens: int, on_cpu: bool) -> int:
-        """Pages that a layer may have taken on the device when it is done; negative when it gives some back.
+        """Pages that a layer may add on the device in a step; negative when it frees some.
 
-        In CPU memory a layer keeps one for every sequence, whether it needs it now or not: other layers must not take
-        the room that it needs when tokens are forgotten again.
+        A layer in CPU memory keeps one page for every sequence on the device, even while it does not need it: after
+        `truncate` it needs the room, which other layers must not take.
         """
         if on_cpu:
             return self.batch_size - layer.num_gpu_pages_owned
         return layer.gpu_pages_for(tokens) - layer.num_gpu_pages + layer.num_pages_to_copy
 
     def _passing_through(self, tokens: int, whole_at_once: bool) -> int:
-        """Pages that a layer on its way to CPU memory takes for a while."""
+        """Pages that a layer takes temporarily on its way to CPU memory."""
         most = tokens if whole_at_once else min(tokens, self._staging.tokens)
         return self.batch_size * (ceil_div(most, self.shape.page_size) + 1)
 
     def _quiet(self) -> None:
-        """Before pages change hands: nothing that was read ahead counts, no upload or CPU reads them any more."""
+        """Drops prefetched chunks before pages change owners. Afterwards no upload or CPU reads the pages."""
         for event in self._staging.flush():
             self._device.wait(event)
         self._cpu_queue.wait()
@@ -285,7 +286,7 @@ class CooperativeKVStore:
         return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
 
     def _check_least(self, num_layers: int, batch_size: int, num_pages: int, page_bytes: int) -> None:
-        """Every layer keeps its newest page on the device, and one layer needs two more."""
+        """Checks the least memory: every layer keeps its newest page on the device, and one layer needs two more."""
         least = (num_layers + 2) * batch_size
         if num_pages < least:
             with_buffers = least_pages(least, batch_size)

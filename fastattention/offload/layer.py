@@ -19,15 +19,15 @@ from fastattention.quantized import quantize
 
 
 class Padding:
-    """Tokens at the start of each sequence that nobody sees."""
+    """Padding tokens at the start of each sequence."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
         self._longest = max(counts, default=0)
-        self._made: dict[tuple[int, int, torch.device], Tensor] = {}  # layers and steps ask for the same ones
+        self._made: dict[tuple[int, int, torch.device], Tensor] = {}  # layers and steps ask for the same tensors
 
     def within(self, begin: int, end: int, device: torch.device) -> Tensor | None:
-        """cache_leftpad of tokens begin ... end - 1 on their own: int32 (batch_size,), or None when all are seen."""
+        """cache_leftpad of tokens begin to end - 1 by themselves: int32 (batch_size,), or None when all are seen."""
         if self._longest <= begin:
             return None
         key = (begin, min(end, self._longest), device)
@@ -46,12 +46,12 @@ class AttendOptions(NamedTuple):
     padding: Padding | None = None
 
     def leftpad(self, begin: int, end: int, device: torch.device) -> Tensor | None:
-        """cache_leftpad of some of the tokens."""
+        """cache_leftpad of tokens begin to end - 1."""
         return None if self.padding is None else self.padding.within(begin, end, device)
 
 
 class PageTable:
-    """Pages of every sequence, equally many, in order; and as block_table on the device that reads them."""
+    """Pages of every sequence, equally many, in order, and their block_table on the device that reads them."""
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.pages: list[list[int]] = [[] for _ in range(batch_size)]
@@ -66,12 +66,12 @@ class PageTable:
         return [page for sequence in self.pages for page in sequence]
 
     def change(self, pages: Sequence[Sequence[int]]) -> None:
-        """Other pages."""
+        """Replaces the pages."""
         self.pages = [list(sequence) for sequence in pages]
         self._tensor = None
 
     def extend(self, taken: Sequence[int]) -> None:
-        """As many further pages for every sequence; those of the first sequence come first."""
+        """Adds pages, equally many for every sequence; those of the first sequence come first."""
         each = len(taken) // max(len(self.pages), 1)
         if each:
             self.change([old + list(taken[row * each : (row + 1) * each]) for row, old in enumerate(self.pages)])
@@ -87,7 +87,7 @@ class PageTable:
 class Layer:
     """The cache of one layer. All sequences hold the same number of tokens.
 
-    Attending and appending take pages that the caller has made sure are there.
+    Attending and appending take pages, which the caller has made sure are available.
     """
 
     def __init__(self, batch_size: int, device: Device, gpu: PagePool, host: PagePool, lengths: LengthTensors) -> None:
@@ -121,11 +121,11 @@ class Layer:
 
     @property
     def num_gpu_pages_owned(self) -> int:
-        """Pages on the device, each counted once that several sequences share."""
+        """Pages on the device; a page that several sequences share counts once."""
         return len(set(self._gpu_table.all()))
 
     def gpu_pages_for(self, tokens: int) -> int:
-        """Pages on the device, of all sequences, that hold what is there and `tokens` more of each sequence."""
+        """Pages on the device for the present tokens and `tokens` more of each sequence."""
         return self.batch_size * ceil_div(self.length - self.host_tokens + tokens, self._page_size)
 
     def host_bytes(self, begin: int) -> int:
@@ -140,14 +140,14 @@ class Layer:
         self.finish(k.shape[1])
 
     def attend_on_device(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, return_lse: bool) -> Any:
-        """Appends k and v and attends to what the device holds: out, or (out, lse). The length is not advanced yet."""
+        """Appends k and v and attends to the tokens on the device: out, or (out, lse). `finish` advances the length."""
         self._grow(k.shape[1])
         before, end = self._gpu_tokens, self.length + k.shape[1]
         leftpad = options.leftpad(self.host_tokens, end, q.device)
         new_k: Tensor | None
         new_v: Tensor | None
         if leftpad is not None and options.padding is not None and max(options.padding.counts) > self.length:
-            # Padding that ends among the new tokens: they must be there first.
+            # Padding ends among the new tokens, so they must be appended first.
             none = q[:, :0]
             fast_attn_with_kvcache(none, *self._gpu.pages[:2], k, v, **self._where(before))
             before, new_k, new_v = before + k.shape[1], None, None
@@ -161,7 +161,7 @@ class Layer:
     def prepare_on_cpu(
         self, q: Tensor, begin: int, options: AttendOptions, out: Tensor, lse: Tensor, num_threads: int
     ) -> CpuWork:
-        """Attention over tokens `begin` to host_tokens that the CPU can run once q, in its memory, is there."""
+        """Attention over tokens `begin` to host_tokens, which the CPU can run once q is in its memory."""
         end = self.host_tokens
         counts = [0] * self.batch_size if options.padding is None else options.padding.counts
         leftpad = torch.tensor([min(max(count, begin), end) for count in counts], dtype=torch.int32, device="cpu")
@@ -186,7 +186,7 @@ class Layer:
         self.on_cpu = True
 
     def truncate(self, length: int) -> None:
-        """Forgets all but the first `length` tokens of every sequence; there must be pages for one of each."""
+        """Forgets all but the first `length` tokens of every sequence; there must be a page for each sequence."""
         if length < self.host_tokens:
             self._fetch_back(length)
         keep = ceil_div(length - self.host_tokens, self._page_size)
@@ -196,7 +196,7 @@ class Layer:
         self.length = length
 
     def select(self, rows: Sequence[int], after: Event) -> None:
-        """Sequence i becomes what sequence rows[i] was. Pages are shared; those that nobody has are free `after`."""
+        """Sequence i becomes a copy of sequence rows[i]. Pages are shared; unused ones are free after the event."""
         for pool, table in ((self._gpu, self._gpu_table), (self._host, self._host_table)):
             old = table.all()
             chosen = [table.pages[row] for row in rows]
@@ -215,7 +215,7 @@ class Layer:
         return self.length - self.host_tokens
 
     def _where(self, tokens: int) -> dict[str, Any]:
-        """Where a call finds the first `tokens` on the device of every sequence."""
+        """Arguments that tell a call where the first `tokens` of every sequence are on the device."""
         lengths = self._lengths.of(self.batch_size, tokens)
         return {"cache_seqlens": lengths, "block_table": self._gpu_table.block_table()}
 
@@ -225,7 +225,7 @@ class Layer:
         self._gpu_table.extend(self._gpu.take(self.gpu_pages_for(tokens) - self.num_gpu_pages))
 
     def _to_copy(self) -> list[int]:
-        """Sequences whose last page is partly filled and also that of a later sequence, which keeps it."""
+        """Sequences that share a partly filled last page with a later sequence, which keeps it."""
         if not self._gpu_tokens % self._page_size:
             return []
         last = [pages[-1] for pages in self._gpu_table.pages]
@@ -242,7 +242,7 @@ class Layer:
                 tensor[new].copy_(tensor[old])
             pages[row][-1] = new
         self._gpu_table.change(pages)
-        self._gpu.release(olds, None)  # none of them becomes free: others keep them
+        self._gpu.release(olds, None)  # none of them becomes free: other sequences keep them
 
     def _send_down(self) -> None:
         """Moves the whole pages on the device to CPU memory."""
@@ -254,7 +254,7 @@ class Layer:
         try:
             self.downloaded = self._device.download(list(self._copies_down(leaving, targets)))
         except BaseException:
-            self._host.release(targets, None)  # downloads into them, if any, are over before later ones begin
+            self._host.release(targets, None)  # any downloads into them end before later ones begin
             raise
         self._host_table.extend(targets)
         self._gpu_table.change([pages[count:] for pages in self._gpu_table.pages])
@@ -268,7 +268,7 @@ class Layer:
                     yield Copy(to[target : target + length], source[offset : offset + length])
 
     def _fetch_back(self, length: int) -> None:
-        """Brings the page that `length` ends in back to the device, and gives up those behind it."""
+        """Copies the page in which `length` ends back to the device, and frees the pages after it."""
         whole, rest = divmod(length, self._page_size)
         after = self._device.mark()
         self._gpu.release(self._gpu_table.all(), after)
@@ -298,6 +298,6 @@ def _stored(pages: Pages, page: int, count: int, cache_dtype: torch.dtype | None
     k, v = pages.k[page : page + count], pages.v[page : page + count]
     if cache_dtype is None:
         return Pages(k, v, None, None)
-    # Quantized heads first, which keeps the results contiguous in that order.
+    # Heads come first when quantized, which keeps the results contiguous in that order.
     (k, k_scale), (v, v_scale) = (quantize(each.transpose(1, 2), cache_dtype) for each in (k, v))
     return Pages(*(each.transpose(1, 2) for each in (k, v, k_scale, v_scale)))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MOST = 64  # that are kept: a step asks for a handful, the next one for others
+_MOST = 64  # tensors that are kept: a step asks for a few, the next one for others
 
 
 class LengthTensors:
-    """Tensors on the device that layers of a step ask for over and over: made once, not by a launch for every call."""
+    """Tensors of lengths on the device, which all layers of a step share, so that not every call launches a kernel."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, batch_size: int, length: int) -> Tensor:
-        """int32 (batch_size,), all of them `length`."""
+        """int32 (batch_size,), all elements `length`."""
         key = (batch_size, length)
         tensor = self._made.get(key)
         if tensor is None:

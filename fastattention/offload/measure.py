@@ -20,18 +20,19 @@ from fastattention.offload.hardware import Hardware
 from fastattention.offload.pages import Pages, PageShape, allocate_pages
 from fastattention.quantized import quantize
 
-BYTES = 1 << 30  # of keys and values: beyond the caches of processors
+BYTES = 1 << 30  # bytes of keys and values: beyond the caches of processors
 UPLOAD_BYTES = 256 << 20
 ROUNDS = 5
 HANDOVERS = 16
-GROUP = 4  # query heads a key head: of most models today
-# Assumed, since it depends on the model: what Python and launches of a layer cost beyond reading its weights.
+GROUP = 4  # query heads a key head, as in most models today
+# The overhead of Python and launches of a layer, beyond reading its weights. It is assumed, since it depends on the
+# model.
 LAYER_OVERHEAD_SECONDS = 100e-6
 
 
 @functools.cache
 def hardware_around(gpu: torch.device, shape: PageShape) -> Hardware:
-    """`measure_hardware`, once in a process."""
+    """`measure_hardware`, run once in a process."""
     return measure_hardware(gpu, shape)
 
 
@@ -67,7 +68,7 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
 
 
 class _CpuAttention:
-    """A decode over pages in host memory, of random numbers: scores that are all equal take less."""
+    """A decode over pages in host memory with random values, because equal scores take less time."""
 
     def __init__(self, shape: PageShape) -> None:
         count = max(BYTES // shape.nbytes, 1)
@@ -84,15 +85,15 @@ class _CpuAttention:
         self._lse = torch.empty(1, shape.nheads_k * GROUP, 1, dtype=torch.float32, device="cpu")
 
     def attend(self) -> None:
-        """To all of it."""
+        """Attends to all pages."""
         self.prepare(self.q, self._out, self._lse, attention_threads()).run()
 
     def prepare(self, q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> CpuWork:
-        """All of it."""
+        """Prepares attention to all pages."""
         return self._prepare(q, out, lse, num_threads, self._num_tokens)
 
     def prepare_one_token(self, q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> CpuWork:
-        """What handing over takes is left."""
+        """Prepares attention to one token, which takes only the time of the handover."""
         return self._prepare(q, out, lse, num_threads, 1)
 
     def _prepare(self, q: Tensor, out: Tensor, lse: Tensor, num_threads: int, num_tokens: int) -> CpuWork:
@@ -104,12 +105,12 @@ class _CpuAttention:
 
 
 def _huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory as HostMemory has it: where it begins within a page of the system counts."""
+    """Memory aligned as that of HostMemory, because its offset within a page of the system matters."""
     return torch.frombuffer(map_huge_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def _fill(pages: Pages, generator: torch.Generator) -> None:
-    """Every page with the same standard normal numbers, as they are stored."""
+    """Fills every page with the same standard normal values, as they are stored."""
     for stored, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
         numbers = torch.randn(stored.shape[1:], generator=generator, dtype=torch.float32, device="cpu")
         if scale is None:
@@ -131,15 +132,15 @@ def _together(device: Device, cpu: _CpuAttention, copy: Copy) -> float:
         spent = time.perf_counter() - start
         uploads[-1].end.synchronize()
         uploading = time.perf_counter() - start
-        # Each by the time that it took itself: the tail of the longer one runs alone.
+        # Each rate uses its own time, because the end of the longer one runs alone.
         rates.append(cpu.nbytes / spent + 2 * copy.source.nbytes / uploading)
     return median(rates)
 
 
 def _handover_seconds(device: Device, cpu: _CpuAttention, headdim_v: int) -> float:
-    """A layer's queries down and its results up, with one token to attend to between.
+    """Seconds to copy a layer's queries down and its results up, with attention to one token in between.
 
-    As in a step, the calling thread is ahead: a job that takes long goes first.
+    As in a step, the calling thread is ahead, because a long job runs first.
     """
     queue = CpuAttentionQueue(device)
     q = cpu.q.to(device.torch_device)
@@ -156,7 +157,7 @@ def _handover_seconds(device: Device, cpu: _CpuAttention, headdim_v: int) -> flo
 
 
 def _seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median of `rounds` runs after one that does not count."""
+    """Median seconds of `rounds` runs, after a warm-up run."""
     work()
     times = []
     for _ in range(rounds):

@@ -9,17 +9,17 @@ from fastattention.offload.policy import Policy
 from fastattention.sizes import format_bytes
 
 PAGE_SIZE = 512  # tokens of a sequence in a layer, stored and moved together
-# Tokens of a prompt that pass through the model at once, of all sequences together, with a cache of limited memory.
-# Many enough that weights and earlier tokens, which every chunk reads again, cost little beside what is computed.
+# Tokens of a prompt, of all sequences together, that pass through the model at once with a cache of limited memory.
+# There are enough that reading weights and earlier tokens again for every chunk costs little compared with compute.
 PREFILL_CHUNK = 8192
-STAGING_TOKENS = 16384  # of a layer in a buffer for uploads, of all sequences together, at most
+STAGING_TOKENS = 16384  # most tokens in a buffer for uploads, of one layer and all sequences together
 STAGING_BUFFERS = 2  # one is filled while the other is attended to
-STAGING_SHARE = 2  # and all buffers take at most 1 / STAGING_SHARE of what the cache may take on the GPU
-# Elements that a decoder has at once for each token of a chunk, as multiples of two of its sizes: gate, up and their
+STAGING_SHARE = 2  # all buffers take at most 1 / STAGING_SHARE of the cache's GPU memory
+# Elements that a decoder holds at once for each token of a chunk, as multiples of two of its sizes: gate, up and their
 # product twice; and the residual, norms, queries, results of attention and their parts. A forward pass of Transformers'
-# Llama of the shape of LLaMA-3-8B was seen to take 1.58 GiB, where this says 1.63.
+# Llama with the shape of LLaMA-3-8B took 1.58 GiB; this gives 1.63.
 WORKSPACE_INTERMEDIATE, WORKSPACE_HIDDEN = 4, 12
-ENDLESS = 1 << 62  # tokens: what fits this has no limit
+ENDLESS = 1 << 62  # tokens; a placement that fits these has no limit
 
 
 def staging_pages(batch_size: int, page_size: int, page_bytes: int, cache_bytes: int) -> int:
@@ -29,50 +29,50 @@ def staging_pages(batch_size: int, page_size: int, page_bytes: int, cache_bytes:
 
 
 def prompt_workspace(model: ModelShape) -> int:
-    """Bytes that a chunk of a prompt takes on its way through a model, beside weights, keys and values; about."""
+    """Approximate bytes that a chunk of a prompt takes in a model, besides weights, keys and values."""
     elements = WORKSPACE_INTERMEDIATE * model.intermediate_size + WORKSPACE_HIDDEN * model.hidden_size
     return PREFILL_CHUNK * elements * model.dtype_bytes
 
 
 def least_pages(pages: int, batch_size: int) -> int:
-    """Pages of GPU memory of which `pages` are left beside buffers."""
+    """Least pages of GPU memory, with buffers, of which `pages` remain for keys and values."""
     return max(pages + STAGING_BUFFERS * batch_size, -(-pages * STAGING_SHARE // (STAGING_SHARE - 1)))
 
 
 @dataclass(frozen=True)
 class OffloadWorkload:
-    """Sequences of one length, with every key and value of theirs in a cache."""
+    """Sequences of one length, with all their keys and values in a cache."""
 
     model: ModelShape
     batch_size: int
     seqlen: int
-    quantized: bool = False  # int8 or float8 in CPU memory and in buffers for uploads; the GPU's layers never are
+    quantized: bool = False  # int8 or float8 in CPU memory and in buffers for uploads; never for layers on the GPU
     page_size: int = PAGE_SIZE
 
     @property
     def cpu_layer_bytes(self) -> int:
-        """Keys and values of a layer on the CPU: S of the model."""
+        """Bytes of keys and values of a layer on the CPU: S of the model."""
         return self.batch_size * self.seqlen * self._cpu_token_bytes
 
     @property
     def gpu_layer_bytes(self) -> int:
-        """Keys and values of a layer on the GPU that keeps every token: S_GPU of the model."""
+        """Bytes of keys and values of a layer on the GPU that keeps every token: S_GPU of the model."""
         return self.batch_size * self.seqlen * self._gpu_token_bytes
 
     @property
     def window_kv_bytes(self) -> int:
-        """The caches of all layers with a window, which are always on the GPU."""
+        """Bytes of the caches of all layers with a window, which are always on the GPU."""
         kept = min(self.seqlen, self.model.window or 0)
         return len(self.model.window_layers) * self.batch_size * kept * self._gpu_token_bytes
 
     @property
     def cpu_page_bytes(self) -> int:
-        """A page of each sequence in CPU memory."""
+        """Bytes of a page of each sequence in CPU memory."""
         return self.batch_size * self.page_size * self._cpu_token_bytes
 
     @property
     def gpu_page_bytes(self) -> int:
-        """A page of each sequence on the GPU."""
+        """Bytes of a page of each sequence on the GPU."""
         return self.batch_size * self.page_size * self._gpu_token_bytes
 
     @property
@@ -82,9 +82,9 @@ class OffloadWorkload:
         return ceil_div(min(chunk, self.seqlen), self.page_size)
 
     def staging_bytes(self, cache_bytes: int) -> int:
-        """All buffers for uploads, which every cache has; `cache_bytes` is what it may take on the GPU.
+        """Bytes of all buffers for uploads, which every cache has. cache_bytes: GPU memory that it may take.
 
-        A layer is attended to piece by piece, so that this does not grow with it.
+        A layer is attended to chunk by chunk, so the buffers do not grow with it.
         """
         page_bytes = self.page_size * self._cpu_token_bytes
         pages = staging_pages(self.batch_size, self.page_size, page_bytes, cache_bytes)
@@ -101,37 +101,37 @@ class OffloadWorkload:
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be used, in bytes; `num_layers_cpu` if the caller has chosen that."""
+    """Memory that may be used, in bytes; `num_layers_cpu` if the caller has chosen it."""
 
     gpu_memory: int
-    cpu_memory: int | None = None  # None: as much as it takes
+    cpu_memory: int | None = None  # None: unlimited
     workspace: int = 0
     num_layers_cpu: int | None = None
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes by what they are for. All are on the GPU but `cpu_kv`. Keys and values take whole pages."""
+    """Bytes by purpose. All but `cpu_kv` are on the GPU. Keys and values take whole pages."""
 
     weights: int
     workspace: int
-    resident_kv: int  # of layers on the GPU that keep every token
+    resident_kv: int  # layers on the GPU that keep every token
     window_kv: int
-    newest_pages: int  # of layers on the CPU: those not yet full, and what a chunk of a prompt adds to one of them
+    newest_pages: int  # of layers on the CPU: pages not yet full, and those that a chunk of a prompt adds to one layer
     staging: int
     cpu_kv: int
 
     @property
     def gpu(self) -> int:
-        """All of the GPU's."""
+        """Bytes on the GPU."""
         return self.weights + self.workspace + self.resident_kv + self.window_kv + self.newest_pages + self.staging
 
 
 def memory_of(workload: OffloadWorkload, num_layers_cpu: int, budget: Budget) -> MemoryUse:
-    """What `num_layers_cpu` layers on the CPU take, and the others."""
+    """The memory of `num_layers_cpu` layers on the CPU, and of the others on the GPU."""
     model = workload.model
     on_gpu = len(model.full_layers) - num_layers_cpu
-    # One layer on its way to the CPU has all pages of a chunk on the GPU, which need not begin where a page does.
+    # One layer on its way to the CPU has all pages of a chunk on the GPU. A chunk may begin within a page.
     newest = num_layers_cpu + workload.chunk_pages + 1 if num_layers_cpu else 0
     return MemoryUse(
         weights=model.weight_bytes,
@@ -145,7 +145,7 @@ def memory_of(workload: OffloadWorkload, num_layers_cpu: int, budget: Budget) ->
 
 
 def divide(workload: OffloadWorkload, policy: Policy, budget: Budget) -> int:
-    """Layers on the CPU: the caller's number, or the least that leave the GPU room. It may be that nothing fits."""
+    """Layers on the CPU: the caller's number, or the fewest with which the rest fits the GPU. Even that may not fit."""
     if policy is Policy.RESIDENT:
         return 0
     if budget.num_layers_cpu is not None:
@@ -153,7 +153,7 @@ def divide(workload: OffloadWorkload, policy: Policy, budget: Budget) -> int:
     full_layers = len(workload.model.full_layers)
     if memory_of(workload, 0, budget).gpu <= budget.gpu_memory:
         return 0
-    # Every layer that comes back to the GPU adds its pages, but one that was there. Not all can: they did not fit.
+    # Each layer that stays on the GPU adds its pages, less the one that it had. Not all can stay: they did not fit.
     added = (ceil_div(workload.seqlen, workload.page_size) - 1) * workload.gpu_page_bytes
     room = budget.gpu_memory - memory_of(workload, full_layers, budget).gpu
     return full_layers - max(room // max(added, 1), 0)
@@ -176,9 +176,9 @@ def why_not(workload: OffloadWorkload, policy: Policy, budget: Budget) -> str | 
 
 
 def longest_seqlen(workload: OffloadWorkload, policy: Policy, budget: Budget) -> int | None:
-    """The longest sequence of which the policy, or the GPU alone, holds all: 0 if there is none, None without limit.
+    """The longest sequence that fits with the policy, or on the GPU alone: 0 if none does, None without limit.
 
-    That of `workload` does not matter. A longer sequence needs no less of anything, so that halving finds it.
+    The length of `workload` does not matter. A longer sequence never needs less memory, so bisection finds it.
     """
 
     def fits(seqlen: int) -> bool:

@@ -1,7 +1,7 @@
 """Runs parts of a batch concurrently, each with a thread and a CUDA stream of its own.
 
 While the CPU attends for one part, the device computes layers of another. The weights are read once for every part;
-prediction.py says when that pays.
+prediction.py predicts when that pays.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 
 def run_together(device: Device, works: Sequence[Callable[[], T]]) -> list[T]:
-    """What each of `works` returns, in their order, all run at once.
+    """Runs all of `works` concurrently, and gives their results in order.
 
-    On the device each begins after what the calling thread has asked of it so far, in its branch 0, 1, ..., and the
+    On the device each begins after the work that the calling thread has enqueued so far, in branch 0, 1, ..., and the
     calling thread goes on after all of them. Gradients, inference mode, autocast, the default device and context
     variables are as in the calling thread; other modes of torch that belong to a thread are not.
 
-    Memory of the caller's that the works use may be freed by them: the caller allocates nothing meanwhile, and goes on
-    after their end. Tensors that they return, alone or in tuples, lists and mappings, are safe to use in the caller.
+    Works may free memory of the caller that they use: the caller allocates nothing meanwhile, and goes on after their
+    end. Tensors that they return, alone or in tuples, lists and mappings, are safe to use in the caller.
 
-    An exception, of the first in order if there are several, is raised once all have ended; so is an interruption of
-    the caller, who waits for them first.
+    The first exception, in order of works, is raised once all have ended. An interruption of the caller is also raised
+    only then.
     """
     if not works:
         return []
@@ -65,7 +65,7 @@ def run_together(device: Device, works: Sequence[Callable[[], T]]) -> list[T]:
 
 @dataclass(frozen=True)
 class _Modes:
-    """Those modes of torch that belong to a thread, and that a forward pass may depend on."""
+    """The modes of torch that belong to a thread, and that a forward pass may depend on."""
 
     inference: bool
     gradients: bool
@@ -74,7 +74,7 @@ class _Modes:
 
     @classmethod
     def current(cls, device: Device) -> _Modes:
-        """Of the calling thread."""
+        """The modes of the calling thread."""
         kinds = {"cpu", device.torch_device.type}
         return cls(
             torch.is_inference_mode_enabled(),
@@ -85,12 +85,13 @@ class _Modes:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """In another thread."""
+        """Enters these modes in another thread."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             for kind, dtype in self.autocast.items():
-                # Weights that one branch has cast are not there yet for another: no cache, which all threads share.
+                # The cache of autocast is off, because threads share it: weights that one branch casts may not be ready
+                # for another.
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
@@ -98,7 +99,7 @@ class _Modes:
 
 
 def _wait_for(running: Sequence[futures.Future[T]]) -> None:
-    """Until all have ended. Interruptions of this thread are raised only then, which joining threads would not do."""
+    """Waits until all have ended. Only then raises interruptions of this thread, which joining threads would not do."""
     interruption: KeyboardInterrupt | None = None
     while any(not each.done() for each in running):
         try:

@@ -13,7 +13,7 @@ SCALE_BYTES = 4  # a quantized cache has a float32 scale a token and head, for k
 class ModelShape:
     """A decoder of equal layers: attention without biases, an MLP, two norms.
 
-    Raises ArgumentError for dimensions that do not go together.
+    Raises ArgumentError for dimensions that do not fit each other.
     """
 
     name: str
@@ -25,7 +25,7 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     headdim_v: int = 0  # 0: headdim
-    dtype_bytes: int = 2  # of a weight, and of an element of keys and values
+    dtype_bytes: int = 2  # bytes of a weight, and of an element of keys and values
     window: int | None = None  # tokens that layers with a sliding window keep
     window_layers: frozenset[int] = frozenset()  # which layers have it, from 0
     tied_embeddings: bool = False  # logits use the embedding's weights
@@ -56,30 +56,30 @@ class ModelShape:
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Weights of a layer: queries and the output have nheads, keys and values nheads_k."""
+        """Bytes of a layer's weights: queries and the output have nheads, keys and values nheads_k."""
         attention = self.hidden_size * (self.nheads + self.nheads_k) * (self.headdim + self.headdim_v)
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
         return (attention + mlp + 2 * self.hidden_size) * self.dtype_bytes
 
     @property
     def logits_weight_bytes(self) -> int:
-        """Weights of the last product, over the vocabulary."""
+        """Bytes of the weights of the last product, over the vocabulary."""
         return self.vocab_size * self.hidden_size * self.dtype_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """All weights: layers, embedding, logits, the last norm."""
+        """Bytes of all weights: layers, embedding, logits, the last norm."""
         vocabulary = self.logits_weight_bytes * (1 if self.tied_embeddings else 2)
         return self.num_layers * self.layer_weight_bytes + vocabulary + self.hidden_size * self.dtype_bytes
 
     def kv_bytes_per_token(self, *, quantized: bool = False) -> int:
-        """Keys and values of a token in one layer; quantized: an int8 or float8 cache with its scales."""
+        """Bytes of keys and values of a token in one layer; quantized: an int8 or float8 cache with its scales."""
         elements = self.headdim + self.headdim_v
         per_head = elements + 2 * SCALE_BYTES if quantized else elements * self.dtype_bytes
         return self.nheads_k * per_head
 
     def sharded(self, tp: int) -> ModelShape:
-        """What one of `tp` tensor-parallel ranks holds.
+        """The share of one of `tp` tensor-parallel ranks.
 
         Heads, MLP and vocabulary are divided. Fewer key heads than ranks are replicated, one a rank. Raises
         ArgumentError when something does not divide.
@@ -104,7 +104,7 @@ _POSITIVE = "num_layers nheads nheads_k headdim headdim_v hidden_size intermedia
 
 
 def _pangu(name: str, num_layers: int, nheads: int) -> ModelShape:
-    """Dimensions of these models are not published; derived from the number of parameters in their names.
+    """A PanGu model. Its dimensions are not published; they are derived from the number of parameters in its name.
 
     As in PanGu-alpha (arXiv 2104.12369): an MLP of four times the hidden size without a gate, a vocabulary of 40000,
     tied embeddings, as many key heads as heads. With heads of 128, the hidden sizes are guesses among what eight ranks

@@ -18,7 +18,7 @@ from fastattention.offload.model_shape import SCALE_BYTES
 
 @dataclass(frozen=True)
 class PageShape:
-    """What a page holds: page_size tokens of one sequence in one layer."""
+    """The contents of a page: page_size tokens of one sequence in one layer."""
 
     page_size: int
     nheads_k: int
@@ -29,26 +29,26 @@ class PageShape:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of the elements in memory."""
+        """The dtype of the elements in memory."""
         return self.cache_dtype or self.dtype
 
     @property
     def token_bytes(self) -> int:
-        """A token's key, value and scales."""
+        """Bytes of a token's key, value and scales."""
         elements = self.nheads_k * (self.headdim + self.headdim_v) * self.stored_dtype.itemsize
         return elements + (2 * self.nheads_k * SCALE_BYTES if self.cache_dtype else 0)
 
     @property
     def nbytes(self) -> int:
-        """A whole page."""
+        """Bytes of a page."""
         return self.page_size * self.token_bytes
 
 
 class Pages(NamedTuple):
     """Tensors of many pages, each stored heads first: every head of a page is one run of memory.
 
-    k: (num_pages, page_size, nheads_k, headdim), v likewise with headdim_v, of strides that belong to heads first
-    k_scale, v_scale: float32 (num_pages, page_size, nheads_k) likewise, or None
+    k, v: (num_pages, page_size, nheads_k, headdim or headdim_v), with the strides of heads first
+    k_scale, v_scale: float32 (num_pages, page_size, nheads_k), with such strides, or None
     """
 
     k: Tensor
@@ -57,13 +57,13 @@ class Pages(NamedTuple):
     v_scale: Tensor | None
 
     def tensors(self) -> Iterator[Tensor]:
-        """All there are, in the order in which they lie in memory: heads before tokens."""
+        """All tensors that exist, with axes in the order of memory: heads before tokens."""
         for tensor in self:
             if tensor is not None:
                 yield tensor.transpose(1, 2)
 
 
-# Gives a contiguous tensor, whose numbers are arbitrary, of a shape whose first axis is pages.
+# Allocates a contiguous tensor, with arbitrary values, of a shape whose first axis is pages.
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
@@ -80,12 +80,12 @@ def allocate_pages(shape: PageShape, num_pages: int, allocate: Allocate) -> Page
 
 
 class PagePool:
-    """Pages in one memory, of which there will never be more.
+    """A fixed number of pages in one memory.
 
-    name: of the memory, for errors, and `remedy`: what to change when there are too few
-    wait: makes whoever writes new pages wait for an event, after which pages that were given back are no longer read
-    use: called with the number of pages, from the first one, that will have been taken
-    slab_pages: pages that may be copied in one piece begin and end within so many; 0 is all
+    name: name of the memory, and remedy: what to change when there are too few pages; both for errors
+    wait: makes writers of new pages wait for an event, after which released pages are no longer read
+    use: called with the number of pages, from the first one, that will be in use
+    slab_pages: pages of a slab, across whose end no single copy may go; 0: no limit
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class PagePool:
             )
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, of arbitrary numbers. Raises CacheFullError."""
+        """Takes `count` pages, with arbitrary values. Raises CacheFullError."""
         self.check(count)
         while len(self._free) < count:
             event, pages = self._returned[0]
             if event is not None:
-                self._wait(event)  # may fail: nobody has the pages yet
+                self._wait(event)  # may fail, so the pages are not taken yet
             self._returned.popleft()
             for page in pages:
                 heapq.heappush(self._free, page)
@@ -150,12 +150,12 @@ class PagePool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """Another owner for each of the pages, who will release them too."""
+        """Adds an owner to each of the pages, who will release them too."""
         for page in pages:
             self._owners[page] += 1
 
     def release(self, pages: Iterable[int], after: Event | None) -> None:
-        """Gives pages back, which may be written again after an event, if any."""
+        """Releases pages, which may be written again after an event, if any."""
         freed = []
         for page in pages:
             self._owners[page] -= 1

@@ -25,13 +25,13 @@ from fastattention.offload.prediction import seconds_per_token, seconds_per_toke
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What a policy would do: `seconds` per token, or the `reason` why it cannot be used."""
+    """The prediction for a policy: `seconds` per token, or the `reason` why it cannot be used."""
 
     policy: Policy
     num_layers_cpu: int
     seconds: float | None
     reason: str | None
-    longest_seqlen: int | None  # the longest sequence whose caches fit; 0: not even one token's; None: no limit
+    longest_seqlen: int | None  # the longest sequence whose caches fit; 0: not even one token fits; None: no limit
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Placement:
     hardware: Hardware
     batch_size: int
     seqlen: int
-    quantized: bool  # in host memory
+    quantized: bool  # whether host memory is quantized
     policy: Policy
-    on_cpu: tuple[bool, ...]  # for every layer
-    upload_fraction: float  # of the bytes of layers on the CPU, in every step
+    on_cpu: tuple[bool, ...]  # for every layer, whether it is on the CPU
+    upload_fraction: float  # share of the bytes of layers on the CPU that every step uploads
     memory: MemoryUse
-    seconds: float  # a step: one token for every sequence
-    seconds_in_halves: float  # the same in two halves of the batch at once
+    seconds: float  # of a step: one token for every sequence
+    seconds_in_halves: float  # of a step that runs two halves of the batch at once
     predictions: Mapping[Policy, StepPrediction]
 
     @property
@@ -77,13 +77,14 @@ def place(
 ) -> Placement:
     """The placement of `batch_size` sequences of `seqlen` tokens, prompt and answer together.
 
-    - `model`, `hardware`: dimensions and bandwidths, of your own or a preset
+    - `model`, `hardware`: dimensions and bandwidths, your own or a preset
     - `gpu_memory`: bytes of the GPU that may be used
-    - `cpu_memory`: bytes of host memory for keys and values; None means as much as it takes
-    - `policy`: "auto" (the fastest that fits, of equals the simpler), or the name of a Policy. When every layer fits on
+    - `cpu_memory`: bytes of host memory for keys and values; None means unlimited
+    - `policy`: "auto" (the fastest that fits; on a tie, the simpler), or the name of a Policy. When every layer fits on
         the GPU, the policy is always resident.
-    - `num_layers_cpu`: of the layers that keep every token; None means the fewest that leave the GPU room
-    - `workspace`: bytes that the GPU needs beside weights, keys and values; None means what a chunk of a prompt takes
+    - `num_layers_cpu`: layers on the CPU, among those that keep every token; None means the fewest with which the rest
+      fits the GPU
+    - `workspace`: bytes that the GPU needs besides weights, keys and values; None means those of a chunk of a prompt
     - `quantized`: host memory holds int8 or float8 with a scale per token and head; layers on the GPU keep the model's
         dtype
 
@@ -115,7 +116,7 @@ def place(
 
 
 def spread(model: ModelShape, num_layers_cpu: int) -> tuple[bool, ...]:
-    """For every layer whether it is on the CPU: the first to leave the GPU, never one with a window."""
+    """Whether each layer is on the CPU: the first in the order of eviction are, never one with a window."""
     full_layers = model.full_layers
     on_cpu = {full_layers[index] for index in eviction_order(len(full_layers))[:num_layers_cpu]}
     return tuple(layer in on_cpu for layer in range(model.num_layers))
@@ -139,9 +140,9 @@ def _choose(wanted: Policy | None, predictions: Mapping[Policy, StepPrediction])
     asked = [wanted] if wanted else list(Policy)
     times = {one: seconds for one in asked if (seconds := predictions[one].seconds) is not None}
     if times:
-        fastest = min(times, key=times.__getitem__)  # of equals the first, which is the simplest
+        fastest = min(times, key=times.__getitem__)  # on a tie the first, which is the simplest
         return fastest, predictions[fastest].num_layers_cpu
-    # All need the same memory once layers are on the CPU: any of these reasons tells what would help.
+    # All policies need the same memory once layers are on the CPU, so any of these reasons tells what would help.
     refused = predictions[wanted or Policy.COOPERATIVE]
     raise ArgumentError(f"{refused.reason}; {_remedy(refused.longest_seqlen)}")
 

@@ -11,21 +11,21 @@ AUTO = "auto"
 
 
 class Policy(str, Enum):
-    """From the simplest on: of two that take the same time, the first is chosen."""
+    """The policies, simplest first: on a tie, the first is chosen."""
 
     RESIDENT = "resident"  # there are no such layers
     CLASSICAL = "classical"  # their caches are uploaded for every token, while other layers run
-    COOPERATIVE = "cooperative"  # the CPU computes their attention where the cache lies
-    HYBRID = "hybrid"  # a part is uploaded all step long, the CPU does the rest, and both are merged by lse
+    COOPERATIVE = "cooperative"  # the CPU computes their attention in place
+    HYBRID = "hybrid"  # a part is uploaded during the whole step, the CPU does the rest, and both are merged by lse
 
     @property
     def uploads(self) -> bool:
-        """Whether keys and values travel to the GPU for every token."""
+        """Whether keys and values are uploaded to the GPU for every token."""
         return self in (Policy.CLASSICAL, Policy.HYBRID)
 
 
 def read_policy(value: str, policies: Sequence[Policy] = tuple(Policy)) -> Policy | None:
-    """The one of `policies` that has this name, None for "auto". Raises ArgumentError for others."""
+    """The policy of this name among `policies`, None for "auto". Raises ArgumentError for others."""
     if value == AUTO:
         return None
     for policy in policies:

@@ -1,8 +1,8 @@
 """Uploads ahead of their use: chunks of the layers in CPU memory, each in one of a few buffers on the device.
 
-Old keys and values do not depend on the queries to come. So while the device computes one layer, those that the next
-layers in CPU memory will need are on their way already, in the order of use, as far as there are buffers; after the
-last layer comes the first one of the next step.
+Old keys and values do not depend on the queries to come. So while the device computes one layer, those of the next
+layers in CPU memory are uploaded already, in the order of use, as far as there are buffers. The first layer of the next
+step follows the last one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pag
 
 
 class HostTokens(Protocol):
-    """What lies in CPU memory of one layer."""
+    """The tokens of one layer that are in CPU memory."""
 
     @property
     def host_tokens(self) -> int:
@@ -34,12 +34,12 @@ class HostTokens(Protocol):
 
     @property
     def downloaded(self) -> Event:
-        """When all of them have arrived; None when nothing was sent."""
+        """The event after which all of them have arrived; None when nothing was sent."""
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory on the device for a chunk, and when it may be written."""
+    """Memory on the device for a chunk, and the event after which it may be written."""
 
     pages: Pages
     block_table: Tensor  # int32 (batch_size, pages a sequence)
@@ -57,7 +57,7 @@ class StagedChunk(NamedTuple):
 
 @dataclass(eq=False)
 class Visit:
-    """One use of a layer: its first `end` tokens are uploaded, those before `issued` are on their way or were used."""
+    """One use of a layer: its first `end` tokens are uploaded; uploads of those before `issued` are enqueued."""
 
     layer: HostTokens
     end: int
@@ -70,12 +70,12 @@ class Visit:
 class Staging:
     """The buffers, and the order in which they are filled.
 
-    tokens: of a sequence that a buffer has room for, whole pages; count: of buffers, at least 1
-    host: those in CPU memory
-    layers: all there are, in the order in which they are used, round and round
+    tokens: tokens of a sequence that a buffer has room for, whole pages; count: number of buffers, at least 1
+    host: the pages in CPU memory
+    layers: all layers, in the order in which every step uses them
     remedy: what to change when the buffers are too small, for errors
 
-    share, which the caller may change: how much of a layer is uploaded, 0 to 1
+    share: the share of a layer that is uploaded, 0 to 1; the caller may change it
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Staging:
         self._device, self._host, self._page_size = device, host, host.shape.page_size
         self.share = 0.0
         self._layers, self._remedy = layers, remedy
-        self._pages = batch_size * ceil_div(tokens, host.shape.page_size)  # of a buffer
+        self._pages = batch_size * ceil_div(tokens, host.shape.page_size)  # pages of a buffer
         self._buffers = [_buffer(device, host.shape, self._pages) for _ in range(count)]
         self.divide(batch_size)
         self._free = deque(self._buffers)
         self._visits: deque[Visit] = deque()
-        self._whole = False  # whether the last use was of all tokens: then so will be the next
+        self._whole = False  # whether the last use was of all tokens; the next is then expected to be so too
 
     @property
     def nbytes(self) -> int:
@@ -106,11 +106,11 @@ class Staging:
 
     @property
     def tokens(self) -> int:
-        """Of a sequence that a buffer has room for: whole pages."""
+        """Tokens of a sequence that a buffer has room for: whole pages."""
         return self._buffers[0].block_table.shape[1] * self._page_size
 
     def divide(self, batch_size: int) -> None:
-        """The same memory for another number of sequences, when nothing is read ahead. Raises CacheFullError."""
+        """Divides the memory for another number of sequences. Nothing must be prefetched. Raises CacheFullError."""
         if batch_size > self._pages:
             raise CacheFullError(
                 f"buffers on the device hold {self._pages} pages, too few for {batch_size} sequences; {self._remedy}"
@@ -121,34 +121,34 @@ class Staging:
             buffer.block_table = table.view(batch_size, each)
 
     def begin(self, layer: HostTokens, whole: bool) -> Visit:
-        """The use of a layer that comes now. whole: of all its tokens, not just the share that is uploaded."""
+        """Begins the use of a layer. whole: all its tokens, not just the share that is uploaded."""
         self._whole = whole
         if not self._visits or self._visits[0].layer is not layer or self._visits[0].begun:
-            self.flush()  # another order than expected, or a use that never finished
+            self.flush()  # the order is not as expected, or a use never finished
             self._visits.append(self._visit(layer))
         visit = self._visits[0]
         visit.begun = True
         if whole and visit.end < layer.host_tokens:
-            self._drop_all_after(visit)  # what was read ahead would hold the buffers that this layer now needs first
+            self._drop_all_after(visit)  # prefetched chunks would hold the buffers that this layer needs first
             visit.end = layer.host_tokens
         return visit
 
     def chunks(self, visit: Visit) -> Iterator[StagedChunk]:
-        """The chunks of a visit in order; the computation may read each until the next one is asked for."""
+        """The chunks of a visit in order; the computation may read each chunk until the next one is asked for."""
         assert visit is self._visits[0]
         self._fill()
         while visit.chunks:
             chunk = visit.chunks[0]
             self._device.wait(chunk.arrived)
             yield chunk
-            free = self._device.mark()  # may fail: nothing has changed yet
+            free = self._device.mark()  # may fail, so nothing has changed yet
             visit.chunks.popleft()
             self._give_back(chunk.buffer, free)
             self._fill()
         assert visit.issued == visit.end
 
     def finish(self, visit: Visit) -> None:
-        """Ends a visit, whose layer's lengths are now those after it, and uploads for the next."""
+        """Ends a visit, once its layer has its new length, and uploads for the next."""
         assert visit is self._visits[0]
         assert not visit.chunks
         self._visits.popleft()
@@ -157,7 +157,7 @@ class Staging:
         self._fill()
 
     def flush(self) -> list[Event]:
-        """Forgets what was read ahead: lengths or pages change. Returns when the last of it was read."""
+        """Drops prefetched chunks, because lengths or pages change. Returns the events at which their uploads end."""
         arrivals = [chunk.arrived for visit in self._visits for chunk in visit.chunks]
         for visit in self._visits:
             self._drop(visit)
@@ -170,7 +170,7 @@ class Staging:
         return Visit(layer, min(tokens, round(share * tokens / self._page_size) * self._page_size))
 
     def _following(self, layer: HostTokens) -> HostTokens:
-        """The next layer with tokens in CPU memory, round and round."""
+        """The next layer with tokens in CPU memory; the first layer follows the last."""
         position = next(index for index, other in enumerate(self._layers) if other is layer)
         later = [*self._layers[position + 1 :], *self._layers[: position + 1]]
         return next(other for other in later if other.host_tokens)
@@ -181,12 +181,12 @@ class Staging:
             visit = self._visits[-1]
             if visit.issued == visit.end:
                 following = self._following(visit.layer)
-                # What a layer gains in this step is uploaded for the next one only after it.
+                # Tokens that a layer gains in this step are uploaded only after it.
                 if any(other.layer is following for other in self._visits):
                     return
                 self._visits.append(self._visit(following))
             else:
-                self._upload(visit, self._free[0])  # may fail: the buffer is free until then
+                self._upload(visit, self._free[0])  # may fail, so the buffer stays free until then
                 self._free.popleft()
 
     def _upload(self, visit: Visit, buffer: Buffer) -> None:
@@ -223,7 +223,7 @@ def _buffer(device: Device, shape: PageShape, pages: int) -> Buffer:
     def allocate(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device.torch_device)
 
-    # What used this memory before may still be under way. The table comes with the number of sequences.
+    # Earlier users of this memory may still be running. The table depends on the number of sequences.
     return Buffer(
         allocate_pages(shape, pages, allocate), torch.empty(0, dtype=torch.int32, device="cpu"), device.mark()
     )

@@ -1,9 +1,9 @@
 """Adjusts the share of the KV cache that a hybrid step uploads, from the measured times of earlier steps.
 
 In a visit to a layer the device waits for two things: the last upload, and the CPU's results. The share is right when
-neither is waited for longer than the other. It is too small by as much as the CPU is late and the link is idle at the
-same time: when uploads are merely ahead, there is nothing to gain. It is too large by as much as uploads are late.
-docs/internals/long-contexts.md has the formula.
+it waits for both equally long. It is too small by as much as the CPU is late while the link is idle: uploads that are
+merely ahead would gain nothing. It is too large by as much as uploads are late. docs/internals/long-contexts.md has the
+formula.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from fastattention.offload.device import Device, Event, Span, Upload
 
-GAIN = 0.5  # of the way to the share that a step would have needed
-MOST_CHANGE = 0.03  # of the caches, by one step: a host that stalls once does not throw the share off
-MOST_WAITING = 4  # steps whose events may not be over yet; more are not looked at
+GAIN = 0.5  # part of the way to the share that a step would have needed
+MOST_CHANGE = 0.03  # share of the caches, in one step, so that one stall of the host does not upset the share
+MOST_WAITING = 4  # steps whose events may be pending; further steps are ignored
 
 
 class LayerTiming(NamedTuple):
@@ -24,46 +24,46 @@ class LayerTiming(NamedTuple):
 
     uploads: Sequence[Upload]
     on_cpu: Span
-    uploaded_tokens: int  # of a sequence
+    uploaded_tokens: int  # tokens of a sequence
     cpu_tokens: int
 
 
 class StepTimings(NamedTuple):
-    """The visits of one step, whose events may not be over yet."""
+    """The visits of one step, whose events may be pending."""
 
-    predicted: float  # share
+    predicted: float  # predicted share
     visits: Sequence[LayerTiming]
 
 
 class VisitSeconds(NamedTuple):
-    """What a visit took."""
+    """The times of a visit."""
 
     uploads: float
     cpu: float
-    short: float  # how much longer uploads could have gone on without being waited for; negative: they were too long
+    short: float  # seconds that uploads could have gone on without a wait; negative: uploads took too long
 
 
 class UploadController:
     """Corrects the predicted share of the caches that is uploaded by the measured times of steps.
 
-    The correction is a factor, which stays while the prediction follows the length: a link, or a CPU, whose bandwidth
-    is another than was measured makes the predicted share wrong by about the same factor at any length.
+    The correction is a factor, which stays while the prediction follows the length: a wrong bandwidth of the link or
+    the CPU makes the predicted share wrong by about the same factor at any length.
 
-    Only shares between 0 and 1 are corrected: those of a hybrid. Steps count that were finished, after one that was
-    finished and a hybrid's too: others meet uploads of another share, or pages that are still on their way down.
-    Nothing here waits for an event.
+    Only shares between 0 and 1, those of a hybrid, are corrected. A step counts if it and the step before were finished
+    steps of a hybrid: others meet uploads of another share, or pages that are still downloaded. Nothing here waits for
+    an event.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._factor = 1.0
         self._predicted = 0.0
-        self._visits: list[LayerTiming | None] = []  # of the step under way
-        self._ended = self._follows = False  # whether a hybrid's step has come to its end, and whether the one before
+        self._visits: list[LayerTiming | None] = []  # visits of the current step
+        self._ended = self._follows = False  # whether a hybrid's step has ended, and whether the step before it had
         self._waiting: deque[StepTimings] = deque()
 
     def begin_step(self, predicted: float, num_pages: int) -> float:
-        """The share of a step. num_pages: of a sequence, that a layer has in CPU memory.
+        """The share of a step. num_pages: pages of a sequence that a layer has in CPU memory.
 
         A hybrid uploads at least a page and leaves one to the CPU: without either there is nothing to compare.
         """
@@ -74,14 +74,14 @@ class UploadController:
         return min(max(predicted * self._factor, 1 / num_pages), 1 - 1 / num_pages)
 
     def observe(self, visit: LayerTiming | None) -> None:
-        """A visit of this step has been asked for; None for one that had no uploads, or left nothing to the CPU."""
+        """Adds a visit of this step, which has been enqueued; None for a visit without uploads or without CPU work."""
         self._visits.append(visit)
 
     def end_step(self) -> None:
-        """All visits of a step have been asked for, which the device has yet to finish; earlier steps may be over.
+        """Ends a step, whose visits have all been enqueued, and evaluates earlier steps that are over.
 
-        They are looked at now, when the thread that asks is ahead of the device, rather than before the first layer of
-        a step, for which the device is waiting.
+        They are evaluated now, while this thread is ahead of the device, rather than before the first layer of a step,
+        for which the device waits.
         """
         while self._waiting and (best := self._best_share(self._waiting[0])) is not None:
             self._approach(best / self._waiting[0].predicted)
@@ -97,7 +97,7 @@ class UploadController:
             self._factor += min(max(GAIN * (factor - self._factor), -most), most)
 
     def _best_share(self, step: StepTimings) -> float | None:
-        """The share that would have made both equally long, 0 to 1; None when the step is not over."""
+        """The share that would have balanced both, 0 to 1; None when the step is not over."""
         seconds = []
         for visit in reversed(step.visits):  # the last to end first
             if (one := self._seconds(visit)) is None:
@@ -116,7 +116,7 @@ class UploadController:
         idle = self._sum((each.before, each.begin) for each in uploads if each.before is not None)
         if late is None or cpu is None or uploading is None or idle is None:
             return None
-        # Neither can give the other more than all that it does.
+        # Neither side can give the other more than all of its work.
         return VisitSeconds(uploading, cpu, max(min(late, cpu, idle), -uploading))
 
     def _sum(self, pairs: Iterable[tuple[Event, Event]]) -> float | None:

@@ -1,4 +1,4 @@
-"""Where the tokens of a cache lie. Written apart from the reference and the backends, which must agree with it."""
+"""Positions of the tokens of a cache, written independently of the reference and the backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# In an unused entry of a block table: far out of range, so that reading the page crashes instead of finding zeros.
+# Unused entries of a block table are far out of range, so that reading the page crashes instead of finding zeros.
 UNUSED_PAGE = 2147480000
 
 
@@ -16,7 +16,7 @@ class Cache(abc.ABC):
     """The first two axes of k_cache and v_cache."""
 
     capacity: int  # tokens that each sequence has room for
-    shape: tuple[int, int]  # of the first two axes
+    shape: tuple[int, int]  # sizes of the first two axes
     index: Tensor | None  # block_table or cache_batch_idx
 
     @abc.abstractmethod
@@ -49,7 +49,7 @@ class Rows(Cache):
 
 
 class Pages(Cache):
-    """A paged cache: pages in random order, two of which belong to nobody.
+    """A paged cache: pages in random order, two of which belong to no sequence.
 
     lengths: tokens of each sequence, including those to be appended.
     needed: capacity of a sequence at least; rounded up to whole pages.

@@ -30,7 +30,7 @@ class Call:
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    buffers: dict[str, Tensor]  # the whole memory behind each tensor among the arguments
+    buffers: dict[str, Tensor]  # the whole memory of each tensor among the arguments
     new_slots: tuple[Tensor, Tensor] | None = None  # where the call writes its caches: indices of their first two axes
 
     def run(self, backend: str) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def problem_of(case: Case, dtype: torch.dtype) -> Problem:
 
 
 class _Builder:
-    """Draws the tensors of one case and remembers the buffers behind them."""
+    """Draws the tensors of one case and remembers their buffers."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case = case
@@ -214,7 +214,7 @@ class _Builder:
         k, v = self._keys(case.batch_size, case.seqlen_new), self._values(case.batch_size, case.seqlen_new)
         arguments: dict[str, Tensor | None] = {**self._keys_and_values("", k, v, case.memory_q)}
         if case.rotary_dim:
-            # NaN at every position that no token of this call has.
+            # Positions without a token of this call are NaN.
             tokens = max(case.seqlen_new, case.seqlen_q)
             used = torch.zeros(max(case.cache_seqlens, default=0) + tokens + 2, dtype=torch.bool)
             for length in case.cache_seqlens:
@@ -257,7 +257,7 @@ class _Builder:
         return {name: value for name, value in options.items() if value}
 
     def _blocks(self, batch_size: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
-        """block_mask and block_size; nothing without."""
+        """The arguments block_mask and block_size, if the case has them."""
         blocks = self.case.blocks
         if blocks is None:
             return {}

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-# How a tensor (..., tokens, heads, headdim) lies in memory; memory.py draws each.
+# Memory layouts of a tensor (..., tokens, heads, headdim); memory.py makes each.
 Memory = Literal[
     "contiguous",
     "heads_major",
@@ -22,7 +22,7 @@ Memory = Literal[
     "one_head_expanded",
 ]
 
-# Of caches, which are used in place: their last axis is contiguous.
+# Layouts of caches, which are used in place, so their last axis is contiguous.
 CACHE_MEMORIES: list[Memory] = ["heads_major", "sliced_heads", "every_second_token", "sliced_headdim"]
 
 # Sizes from which kernels take another path: one query, a tile of 16 or 64 rows, several tiles.
@@ -30,11 +30,11 @@ PATHS = (1, 16, 64, 256)
 
 
 def path(size: int) -> int:
-    """Which of these a size leads to."""
+    """The path that a size leads to."""
     return sum(size > limit for limit in PATHS)
 
 
-# What a bias hides: nothing, keys here and there, all keys of every third row, or whole columns.
+# Keys that a bias hides: none, random ones, all keys of every third row, or whole columns.
 Hidden = Literal["nothing", "entries", "rows", "columns"]
 
 
@@ -44,7 +44,7 @@ class Bias:
 
     axes: str
     hides: Hidden = "nothing"
-    finite: bool = False  # hides with the lowest finite number, as masks of Transformers do, instead of -inf
+    finite: bool = False  # hides with the lowest finite value, as masks of Transformers do, instead of -inf
     dtype_of_q: bool = False  # otherwise float32
     strided: bool = False  # stored with its last two axes swapped
 
@@ -61,7 +61,7 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What calls of all three layouts share. Defaults are the plainest call."""
+    """Fields that calls of all three layouts share. Defaults are the plainest call."""
 
     name: str
     nheads: int = 2
@@ -70,7 +70,7 @@ class Case:
     headdim_v: int | None = None  # None: headdim
     values_in_keys: bool = False  # v is the first columns of k, in the same memory
     memory_q: Memory = "contiguous"
-    memory_k: Memory = "contiguous"  # of k and v, or of the caches
+    memory_k: Memory = "contiguous"  # layout of k and v, or of the caches
     magnitude: float = 1.0  # standard deviation of q and k
     softmax_scale: float | None = None
     causal: bool = False
@@ -96,7 +96,7 @@ class Case:
 
     @cached_property
     def sampled_by(self) -> Mapping[str, Hashable]:
-        """Axis -> value: what tests of this list are sampled by, in place of names. See tiers.py."""
+        """Axis -> value, by which tests of this list are sampled instead of names. See tiers.py."""
         bias, blocks = self.bias, self.blocks
         return {
             "layout": type(self).__name__,
@@ -177,7 +177,7 @@ class KvCacheCase(Case):
     page_block_size: int | None = None
     shared_pages: int = 0  # leading pages that all sequences have in common
     num_splits: int = 0
-    stored: Literal["as_q", "int8", "float8"] = "as_q"  # what the caches hold
+    stored: Literal["as_q", "int8", "float8"] = "as_q"  # dtype of the caches
 
     @property
     def batch_size(self) -> int:

@@ -21,14 +21,14 @@ def moved(call: Call, device: str) -> Call:
 
 
 def copied_back(call: Call, from_device: Call) -> None:
-    """Writes the memory behind a moved call's caches into the tensors of the call on the CPU."""
+    """Writes the memory of a moved call's caches into the tensors of the call on the CPU."""
     for name in WRITTEN:
         if name in call.arguments:
             _memory(call.arguments[name]).copy_(_memory(from_device.arguments[name]))
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The whole memory behind a tensor."""
+    """The whole memory of a tensor."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 

@@ -1,6 +1,6 @@
-"""How tensors lie in memory. Whatever no value was given to is NaN: a kernel that reads it cannot hide it.
+"""Memory layouts of tensors. All other memory is NaN, so that a kernel that reads it cannot hide it.
 
-int8 has no NaN: there it is -128, and what makes it seen is the NaN in its scale.
+int8 has no NaN: there it is -128, and the NaN in its scale shows the read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def place(values: Tensor, memory: Memory) -> Placed:
         return _fill((*batch, tokens, heads, headdim), values, lambda buffer: buffer)
     if memory == "heads_major":
         return _fill((*batch, heads, tokens, headdim), values, lambda buffer: buffer.transpose(-2, -3))
-    if memory == "sliced_heads":  # as q, k and v are in one tensor of all their heads
+    if memory == "sliced_heads":  # as for q, k and v in one tensor of all their heads
         return _fill((*batch, tokens, heads + 3, headdim), values, lambda buffer: buffer[..., 1 : 1 + heads, :])
     if memory == "every_second_token":
         return _fill((*batch, 2 * tokens, heads, headdim), values, lambda buffer: buffer[..., 1::2, :, :])
@@ -53,7 +53,7 @@ def _fill(buffer_shape: tuple[int, ...], values: Tensor, view_of: Callable[[Tens
 
 
 def nothing(dtype: torch.dtype) -> float:
-    """What stands where no value was given."""
+    """The value of memory without an element."""
     return torch.nan if dtype.is_floating_point else -128
 
 

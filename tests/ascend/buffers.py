@@ -1,9 +1,9 @@
-"""What a kernel holds at least in the buffers of an AI Core, counted in its MLIR: apart from tiling.py, which plans it.
+"""The least that a kernel holds in the buffers of an AI Core, counted in its MLIR, independently of tiling.py.
 
-A lower bound: a result takes the place of an operand that is not used again, constants take none, and what is
-buffered twice counts twice only where the vendor's compiler must have both at once. Whatever it keeps beside that comes
-on top. The rows of a tile of scores are halved between the Vector units and cut into slices; tiles of keys and values
-are cut into parts for the Cube. How often, the options say.
+It is a lower bound: a result replaces an operand that is not used again, constants take no room, and a double buffer
+counts twice only where the vendor's compiler must have both at once. The compiler may keep more. The rows of a tile of
+scores are halved between the Vector units and cut into slices; tiles of keys and values are cut into parts for the
+Cube. The options give the number of parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "i8": 1, "i1": 1}
 _TILE = re.compile(r"(?:tensor|memref)<((?:\d+x)+(?:f32|f16|bf16|i32|i8|i1))>")
 _DEFINITION = re.compile(r" *(%[\w-]+) = ([\w.]+) ")
 _PRODUCT = re.compile(r"linalg\.matmul .*?ins\(.*? : tensor<(.*?)>, tensor<(.*?)>\) outs\(.*? : tensor<(.*?)>\)")
-# Of no memory of their own: constants, names for parts of memory, and what the Cube does with its tiles.
+# Operations without memory of their own: constants, names for parts of memory, and what the Cube does with its tiles.
 _FREE = ("tensor.empty", "linalg.fill", "memref.subview", "memref.reinterpret_cast", "bufferization.to_tensor")
 
 
@@ -78,7 +78,7 @@ def _most_alive(body: list[str], rows: str) -> int:
 
 
 def _last_use(name: str, body: list[str], defined: int) -> int:
-    """The last line that names a value, before another value of the same name is defined in a region beside it."""
+    """The last line that names a value, before another value of the same name is defined in a neighbouring region."""
     last = defined
     for number in range(defined + 1, len(body)):
         if re.search(rf"{re.escape(name)}\b", body[number]):

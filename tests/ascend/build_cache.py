@@ -1,4 +1,4 @@
-"""Made files, kept by content."""
+"""A cache of built files, keyed by content."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BACKENDS = {torch.float16: On910B2, torch.bfloat16: On910B4, torch.float32: OnDi
 
 
 class ExecutedEngine(RegisteredEngine):
-    """One of these backends."""
+    """An engine for one of these backends."""
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> ExecutedEngine:

@@ -1,8 +1,8 @@
 """Runs kernels on the processor: their MLIR through LLVM to machine code, called once for every program.
 
-What an NPU does apart is one program here: the split between Cube and Vector units, their buffers and flags are not
-seen. The numbers are: every load, mask, product and rounding is the one that the MLIR asks for. Products are summed
-up in float32, exponentials are the C library's.
+The parts of an NPU are one program here, so the split between Cube and Vector units, their buffers and flags are not
+tested. The arithmetic is: every load, mask, product and rounding is the one in the MLIR. Products are summed up in
+float32, exponentials are the C library's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32",
 
 
 class ExecutionError(Exception):
-    """A launch does not give a kernel what its machine code takes, or the kernel leaves its arguments."""
+    """A launch does not fit the machine code of a kernel, or the kernel accesses memory outside its arguments."""
 
 
 class CpuExecutedAscendBackend(AscendBackend):
@@ -61,7 +61,7 @@ class CpuExecutedAscendBackend(AscendBackend):
 def execute(launch: Launch) -> None:
     """Runs every program of a launch, the last one first, since none may need what another has done.
 
-    Raises ExecutionError when it loads or stores what lies outside of its arguments.
+    Raises ExecutionError when it loads or stores outside its arguments.
     """
     variant = variant_of(launch)
     lowered = lower(variant)

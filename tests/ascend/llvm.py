@@ -58,12 +58,13 @@ PASSES = (
     "--reconcile-unrealized-casts",
 )
 
-# Loads of single elements, of which the machine code calls no function that could check them.
+# Loads of single elements, for which the machine code calls no function that could check them.
 _LOAD = re.compile(r"^( *)%\w+ = memref\.load (%\w+)\[", re.M)
 _ELEMENT = r"{} = memref\.reinterpret_cast (%arg\d+) to offset: \[(\S+)\], sizes: \[1\], .*? : (memref<\?x\w+>) to"
 _CHECK = "fastattention_check_load"
 
-# What Triton knows of arguments. Nothing here uses it, and kernels that differ in no more are compiled once.
+# Attributes by which Triton describes arguments. They are removed, so that kernels that differ only in them are
+# compiled once.
 _HINTS = re.compile(r"tt\.divisibility = \d+ : i32(?:, )?")
 
 
@@ -77,7 +78,7 @@ def find_tool(name: str) -> str | None:
 
 
 def build(name: str, mlir: str) -> Path:
-    """The shared library of the function `name`. Raises LlvmError that names the tool, and the pass if it says so."""
+    """The shared library of the function `name`. Raises LlvmError with the tool, and the pass if known."""
     code = _with_checked_loads(_HINTS.sub("", mlir))
     key = _hash(code, RUNTIME.read_text(), SCHEDULE, *PASSES, _toolchain())
     return cached_file(f"{key}-{name}.so", lambda path: _compile(name, code, path))
@@ -90,7 +91,7 @@ def _with_checked_loads(mlir: str) -> str:
         indent, element = load.groups()
         pieces.append(mlir[end : load.start()])
         end = load.start()
-        # Names are used again in regions beside each other: what counts is the last definition.
+        # Neighbouring regions reuse names, so the last definition counts.
         *_, (argument, index, kind) = re.findall(_ELEMENT.format(re.escape(element)), mlir[: load.start()])
         name = f"%checked_{len(pieces)}"
         lines = [f"{name}_axis = arith.constant 0 : index"]

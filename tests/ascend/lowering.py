@@ -31,16 +31,16 @@ _ONE_AT_A_TIME = threading.Lock()  # Triton's own part of lowering; Ascend's is 
 
 
 class LoweringError(Exception):
-    """Triton-Ascend does not take a kernel."""
+    """Triton-Ascend refuses a kernel."""
 
 
 class Variant(NamedTuple):
-    """A kernel and all that it is compiled for."""
+    """A kernel and everything that it is compiled for."""
 
     kernel: JITFunction[Any]
     signature: tuple[tuple[str, str], ...]  # (argument, type as Triton writes it), absent ones included
     constants: tuple[tuple[str, Hashable], ...]  # constexprs, and arguments that are None or 1
-    divisible: tuple[int, ...]  # numbers of the arguments that are multiples of 16
+    divisible: tuple[int, ...]  # indices of the arguments that are multiples of 16
     options: tuple[tuple[str, Hashable], ...]
 
     @property
@@ -59,14 +59,14 @@ class Lowered(NamedTuple):
     """A variant in MLIR."""
 
     text: str
-    name: str  # of the function in it
+    name: str  # name of its function
     mix_mode: str  # "mix": it needs Cube and Vector units; "aiv": Vector units alone
-    types: tuple[str, ...]  # of the parameters, as in "memref<?xf16>" and "i32"
-    kinds: tuple[int | None, ...]  # what is done to each: 0 loaded, 1 stored, 2 both; None for what is no memory
+    types: tuple[str, ...]  # types of the parameters, as in "memref<?xf16>" and "i32"
+    kinds: tuple[int | None, ...]  # access to each: 0 loaded, 1 stored, 2 both; None for parameters that are no memory
 
 
 def variant_of(launch: Launch) -> Variant:
-    """What a launch is compiled for, by the rules of JITFunction.run."""
+    """The variant that a launch needs, by the rules of JITFunction.run."""
     kernel = launch.kernel
     values = {**launch.arguments, **launch.constants}
     missing = [name for name in kernel.arg_names if name not in values]

@@ -1,6 +1,6 @@
-"""Every kind of call that the kernels serve, as launches, with the tilings of every chip and no memory behind them.
+"""Every kind of call that the kernels serve, as launches, with the tilings of every chip, on tensors without memory.
 
-The layouts, features and sizes are listed here. What they come to, kernels, tilings and options, the backend says.
+The layouts, features and sizes are listed here. The backend chooses kernels, tilings and options.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How keys lie, and which tensors say so."""
+    """The layout of keys, and the tensors that define it."""
 
     kind: str  # dense, varlen or cache
     page_block_size: int | None = None
@@ -101,7 +101,7 @@ WITH_USUAL = (
 
 
 class Shipped(NamedTuple):
-    """A launch, and what it is made for."""
+    """A launch, and the call and chip that it is made for."""
 
     launch: Launch
     problem: Problem

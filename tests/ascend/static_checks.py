@@ -1,7 +1,7 @@
-"""What a run on a processor does not show: which operations a kernel is made of, whether its loops run, what it holds.
+"""Checks that a run on a processor cannot make: the operations of a kernel, whether its loops run, its buffers.
 
-Each check takes MLIR as Triton-Ascend writes it and returns what is wrong with it, in words; nothing when all is well.
-Values in regions beside each other may have the same name: what counts is the last definition before a use.
+Each check takes MLIR as Triton-Ascend writes it and returns its faults in words. Values in neighbouring regions may
+have the same name: the last definition before a use counts.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 
 from ascend.lowering import Lowered
 
-# What these kernels come to. Not among them on purpose: math.exp2, which the vendor's compiler is known to get wrong,
-# and memref.store, with which single elements would be written one by one.
+# The operations of these kernels. Not among them on purpose: math.exp2, which the vendor's compiler is known to get
+# wrong, and memref.store, with which single elements would be written one by one.
 OPERATIONS = frozenset(
     "arith.addf arith.addi arith.andi arith.cmpf arith.cmpi arith.constant arith.divf arith.divsi arith.extf "
     "arith.extsi arith.index_cast arith.maxnumf arith.maxsi arith.minsi arith.mulf arith.muli arith.ori arith.remsi "
@@ -37,7 +37,7 @@ def loaded_and_stored(lowered: Lowered) -> list[str]:
 
 
 def loops_that_may_not_run(lowered: Lowered) -> list[str]:
-    """Loops that carry tiles and have no bound that says that they run at least once.
+    """Loops that carry tiles without a bound that proves at least one iteration.
 
     Such a bound is `max(end, begin + 1)`, or two constants.
     """

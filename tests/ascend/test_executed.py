@@ -38,7 +38,7 @@ def refusal(case: Case, dtype: torch.dtype) -> str | None:
     return BACKENDS[dtype]().why_not(problem_of(case, dtype))
 
 
-# Their tables end where their last page stands, and some tiles and splits lie past it: only here is that read noticed.
+# Their tables end with the last page, and some tiles and splits lie past it: only here a read beyond is noticed.
 AT_THE_END_OF_THE_TABLE = [
     KvCacheCase(name="pages-fewer-than-splits", cache_seqlens=(20, 5), page_block_size=16, num_splits=16, spare=0),
     KvCacheCase(name="pages-leftpad-all", cache_seqlens=(32, 32), leftpad=(32, 32), page_block_size=16, spare=0),
@@ -47,7 +47,7 @@ AT_THE_END_OF_THE_TABLE = [
                 causal=True, softcap=3.0, alibi="per_sequence", sinks=True, stored="int8"),
 ]  # fmt: skip
 
-# Every case in float32, in which rounding hides the least, and in one of the half precisions, whose tiles are others.
+# Every case in float32, in which rounding hides the least, and in one of the half precisions, which have other tiles.
 # Kernels are compiled for each, which takes most of the time.
 HALVES = (torch.float16, torch.bfloat16)
 RUNS = [
@@ -88,7 +88,7 @@ def test_elements_may_lie_further_apart_than_int32_counts(axis: int) -> None:
     """The third sequence, token or head of q, k and v begins 2^31 elements after the first."""
     shape, strides = (3, 3, 3, 16), [9 * 16, 3 * 16, 16, 1]
     strides[axis] = 2**30
-    memory = torch.empty(2**31 + 2**12, dtype=torch.float16)  # of which the system provides what is written
+    memory = torch.empty(2**31 + 2**12, dtype=torch.float16)  # the system allocates only written pages
     tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).half() for i in range(3)]
     apart = [memory.as_strided(shape, strides, 1024 * i).copy_(tensor) for i, tensor in enumerate(tensors)]
     options = Options(causal=True, return_lse=True)

@@ -1,4 +1,4 @@
-"""The tools of these tests find what they are for: a kernel that does wrong is caught, and the message says how."""
+"""The tools of these tests catch faulty kernels, and the message names the fault."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def scores_and_sums(q, k, out, end, M: tl.constexpr, N: tl.constexpr, D: tl.cons
     tl.store(out + rows * D + depth, total.to(tl.float16))
 
 
-# Well-formed, but there is no pass in the list that knows what to do with it.
+# It is well-formed, but no pass in the list handles it.
 NOT_BUFFERIZED = """
 module {
   func.func @f(%arg0: tensor<4xf32>) -> tensor<2x2xf32> {
@@ -100,7 +100,7 @@ def test_every_program_runs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precisions_round_to_nearest_even(dtype: torch.dtype) -> None:
-    """Sums that lie between two numbers of the type, halfway and beside it."""
+    """Sums between two values of the type, halfway and near it."""
     eps = torch.finfo(dtype).eps
     source = torch.tensor([1.0, 1.5, eps / 2, 3 * eps / 2, eps, eps / 4, 0.0, -eps / 4])
     target = torch.zeros(8, dtype=dtype)
@@ -182,7 +182,7 @@ def test_static_checks_find_what_they_are_for() -> None:
 
 
 def test_the_count_of_buffers_is_that_of_the_tiles() -> None:
-    """Of float16 tiles of 64 x 32 queries and 128 keys: what is held at once in a loop of few operations."""
+    """Counts the tiles held at once in a loop of few operations, with float16 tiles of 64 x 32 queries and 128 keys."""
     numbers = {name: torch.zeros(128, 32, dtype=torch.float16) for name in ("q", "k", "out")}
     lowered = lower(variant_of(launch(scores_and_sums, numbers | {"end": 3}, M=64, N=128, D=32)))
     options = {"multibuffer": True, "tile_mix_cube_loop": 2, "tile_mix_vector_loop": 4}

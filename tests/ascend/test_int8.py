@@ -19,7 +19,7 @@ def cache_of(seed: int) -> Tensor:
 
 
 def attend(k_scale: Tensor, v_scale: Tensor) -> tuple[AttentionOutput, AttentionOutput]:
-    """What the kernel gives for three queries in float16, and what is right."""
+    """The kernel's result for three queries in float16, and the right one."""
     q = torch.randn(1, 3, 2, 16, generator=torch.Generator().manual_seed(3)).half()
     arguments = KvCacheArguments(q, cache_of(1), cache_of(2), k_scale=k_scale, v_scale=v_scale)
     problem, inputs = prepare_kvcache(arguments, Options(return_lse=True))
@@ -28,7 +28,7 @@ def attend(k_scale: Tensor, v_scale: Tensor) -> tuple[AttentionOutput, Attention
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 500.0])
 def test_scales_of_values_need_not_fit_float16(magnitude: float) -> None:
-    """A weight times a scale of 1e-6 is a number of few bits in float16, and two such weights of 500 are none."""
+    """A weight times a scale of 1e-6 has few bits in float16, and of two such weights among 500 none is left."""
     scales = magnitude * (0.5 + torch.rand(1, TOKENS, 2, generator=torch.Generator().manual_seed(4)))
     found, right = attend(torch.full((1, TOKENS, 2), 0.01), scales)
     eps = torch.finfo(torch.float16).eps
@@ -39,7 +39,7 @@ def test_scales_of_values_need_not_fit_float16(magnitude: float) -> None:
 
 
 def test_one_scale_may_stand_for_all_tokens() -> None:
-    """Expanded, with a stride of 0 between tokens, by which Triton-Ascend would divide."""
+    """The scale is expanded, with a stride of 0 between tokens, by which Triton-Ascend would divide."""
     one = torch.full((1, 1, 2), 0.02).expand(1, TOKENS, 2)
     found, right = attend(one, one)
     torch.testing.assert_close(found.out.double(), right.out, rtol=2e-3, atol=2e-3)

@@ -24,7 +24,7 @@ TARGET = GPUTarget("npu", "Ascend910B3", 0)
 
 
 class NoDriver:
-    """As much of a driver as there is to ask before a kernel runs."""
+    """A driver with everything that is asked before a kernel runs."""
 
     def get_current_device(self) -> int:
         return 0
@@ -54,7 +54,7 @@ def test_a_launch_reaches_the_compiler_of_cann(case: Case, monkeypatch: pytest.M
 
 
 def kernel_key(launch: call.Launch) -> object:
-    """What Triton knows a compiled kernel by."""
+    """The key under which Triton caches a compiled kernel."""
     launch.kernel.create_binder(TritonAscend(TARGET))
     _, types_and_values, constants, _, options = launch.kernel.binder(
         **launch.arguments, **launch.constants, **launch.options
@@ -64,7 +64,7 @@ def kernel_key(launch: call.Launch) -> object:
 
 @pytest.mark.parametrize("seqlens", [(64, 96), (65, 96), (2, 81)], ids=str)
 def test_no_kernel_is_compiled_for_a_length(seqlens: tuple[int, int]) -> None:
-    """Not even when a number becomes 1 or a multiple of 16, at which Triton usually begins anew."""
+    """Nor when a size becomes 1 or a multiple of 16, for which Triton usually compiles again."""
     keys = []
     for seqlen_q, seqlen_k in ((70, 90), seqlens):
         case = DenseCase(name="length", seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True)

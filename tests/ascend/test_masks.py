@@ -1,7 +1,8 @@
 """The mask of the kernel itself, read off its results: every small tile, every small length, every small window.
 
 All scores are 0, so that every key that a query sees has the same weight, and the values are the unit vectors: a row of
-the result says which keys its query saw. tests/unit/test_ascend_mask_tile.py proves the arithmetic; this, its use.
+the result says which keys its query saw. tests/unit/test_ascend_mask_tile.py tests the arithmetic, and this file its
+use.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SmallTilesBackend(CpuExecutedAscendBackend):
 
 
 def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> torch.Tensor:
-    """True where a query sees a key: bool (seqlen_q, seqlen_k), from the definition."""
+    """True where a query sees a key, by the definition: bool (seqlen_q, seqlen_k)."""
     distance = torch.arange(seqlen_k)[None, :] - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
     return ((distance >= -left) | (left < 0)) & ((distance <= right) | (right < 0))
 

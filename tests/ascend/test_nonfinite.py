@@ -32,7 +32,7 @@ def test_a_nan_query_or_key_spoils_its_rows_only(
     q, k, v = (torch.randn(1, count, 2, 64, generator=generator).half() for count in (seqlen_q, seqlen_k, seqlen_k))
     clean, _ = attend(q, k, v, options=options, **more)
     bad_q, bad_k, row = q.clone(), k.clone(), seqlen_q // 2
-    bad_q[0, row, 0, 5] = NAN  # of one head
+    bad_q[0, row, 0, 5] = NAN  # in one head
     bad_k[0, 33, 1] = NAN
     out, lse = attend(bad_q, k, v, options=options, **more)
     assert out[0, row, 0].isnan().all()

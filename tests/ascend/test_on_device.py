@@ -30,7 +30,7 @@ from fastattention.testing.devices import copied_back, moved
 
 
 class OnDevice(RegisteredEngine):
-    """A backend on calls that are moved to a device; `isa` is what FASTATTENTION_ASCEND says meanwhile."""
+    """A backend on calls that are moved to a device; `isa` is the value of FASTATTENTION_ASCEND meanwhile."""
 
     @property
     def device(self) -> str:

@@ -9,13 +9,13 @@ import fastattention
 
 SOURCE = Path(fastattention.__file__).parent / "backends" / "ascend" / "kernels.py"
 
-# Not among them on purpose: exp2, which Triton-Ascend is known to compile wrongly; extract_slice and whatever else it
-# alone has, which has moved between its releases; tl.math, whose contents differ.
+# Not among them on purpose: exp2, which Triton-Ascend is known to compile wrongly; extract_slice and others that only
+# it has, which have moved between its releases; tl.math, whose contents differ.
 OPERATIONS = frozenset(
     "abs arange cdiv constexpr dot exp float32 full int64 load log make_block_ptr max maximum num_programs program_id "
     "store sum trans where zeros".split()
 )
-BUILTINS = frozenset({"min", "max", "range", "float"})  # of single numbers
+BUILTINS = frozenset({"min", "max", "range", "float"})  # functions of single values
 
 
 def kernel_functions() -> list[ast.FunctionDef]:

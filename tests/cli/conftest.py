@@ -15,7 +15,7 @@ from fastattention.cli.main import app
 
 
 class Finished(NamedTuple):
-    """What a command left behind; all white space of the output is single spaces, so that line breaks do not matter."""
+    """The result of a command; all white space of the output is single spaces, so that line breaks do not matter."""
 
     exit_code: int
     output: str
@@ -48,7 +48,7 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=512,
         bos_token_id=0,
         eos_token_id=0,
-        # Far apart logits: rounding must not decide which token is likeliest.
+        # Logits are far apart, so that rounding does not decide which token is likeliest.
         initializer_range=0.5,
     )
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -26,7 +26,7 @@ SECONDS_KEYS = {"median", "lower_quartile", "upper_quartile", "calls"}
 
 @pytest.fixture
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """Measuring them takes seconds."""
+    """Fixed limits, because measuring them takes seconds."""
     limits = Limits(fma=100.0, bf16_dot=200.0, dram_read=10.0)
     monkeypatch.setattr(sessions, "measure_limits", lambda: limits)
     return limits

@@ -1,4 +1,4 @@
-"""The benchmark pages and charts say what the result files say, and every figure says where it comes from."""
+"""The benchmark pages and charts agree with the result files, and every figure has a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastattention check`: what is right, wrong, refused, or fails is recorded as that; and nothing personal is."""
+"""`fastattention check`: right, wrong, refused and failed calls are recorded as such, and nothing personal is."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ class Refuses(Wrong):
 
 
 class ReadsEnvironment(Wrong):
-    """Right only while a variable is set."""
+    """Gives right results only while a variable is set."""
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         assert os.environ["FASTATTENTION_ASCEND"] == "vendor"
         return SdpaBackend().forward(problem, inputs)
 
 
-# A process of its own, whose second call kills it.
+# The check runs in a process whose second call kills it.
 DYING = """
 import os, signal, sys
 from pathlib import Path
@@ -131,7 +131,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls, without a model and speeds."""
+    """Runs only calls, without the model and speeds."""
     monkeypatch.setattr(command.model, "run", lambda *arguments: None)
     monkeypatch.setattr(command.speeds, "run", lambda *arguments: None)
 
@@ -342,7 +342,7 @@ def _speed_of_an_npu(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
 
 def test_an_npu_s_speeds_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = _speed_of_an_npu(tmp_path / "report.json", monkeypatch)
-    assert entry["state"] == "measured"  # torch_npu and Triton are refused for not being there
+    assert entry["state"] == "measured"  # torch_npu and Triton are refused as missing
     assert set(entry["tflops"]) == {"SDPA"}
     assert set(entry["reasons"]) == {npu.OURS, "torch_npu through us", "npu_fusion_attention"}
     assert entry["predicted_tflops"][npu.OURS] > 0.0

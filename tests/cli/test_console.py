@@ -1,4 +1,4 @@
-"""What the system refuses ends a command with a message; a fault of ours keeps its traceback."""
+"""An error of the system ends a command with a message; our own bugs keep their traceback."""
 
 from __future__ import annotations
 

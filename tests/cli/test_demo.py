@@ -1,4 +1,4 @@
-"""`fastattention demo`: one run for real with a small model, and what it does when something is wrong."""
+"""`fastattention demo`: one real run with a small model, and its errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_without_the_source_tree_it_says_where_the_model_is(run_command: Callabl
 
 
 def test_the_source_tree_has_the_model() -> None:
-    """Where `make demo` runs the command."""
+    """`make demo` runs the command there."""
     default = inspect.signature(main.demo).parameters["model"].default
     check_model_folder(Path(__file__).parents[2] / default)
 

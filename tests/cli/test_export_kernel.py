@@ -16,7 +16,7 @@ FILES = {f"build/torch-{backend}/{name}" for backend in ("cpu", "cuda") for name
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Of every file, by its name relative to `folder`."""
+    """Contents of every file, by its name relative to `folder`."""
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -27,7 +27,7 @@ needs_nvrtc = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 def log_of(kernel: Variant) -> str:
-    """What ptxas says: 77 registers of the first entry, 78 of the second."""
+    """The log of ptxas: 77 registers for the first entry, 78 for the second."""
     return "\n".join(
         f"ptxas info : Compiling entry function '{entry.name}' for 'sm_80'\n"
         f"ptxas info : Used {77 + i} registers\n8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads"
@@ -37,7 +37,7 @@ def log_of(kernel: Variant) -> str:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, int]]:
-    """(kernel, target) of what is compiled by a stand-in for NVRTC, with an empty cache and package."""
+    """(kernel, target) of everything that a stand-in for NVRTC compiles, with an empty cache and package."""
     calls: list[tuple[str, int]] = []
     lock = threading.Lock()
 
@@ -55,7 +55,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, int]]:
-    """What is loaded on a machine with a T4 and an A100."""
+    """The kernels that are loaded on a machine with a T4 and an A100."""
     calls: list[tuple[Variant, int]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -67,7 +67,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, int]]:
 
 
 def kernels_of(loaded: list[tuple[Variant, int]]) -> list[KernelConfig]:
-    """Those that attend, of what is loaded."""
+    """The loaded kernels that attend."""
     return [kernel for kernel, _ in loaded if isinstance(kernel, KernelConfig)]
 
 
@@ -247,7 +247,7 @@ def test_warmup_takes_what_every_kind_of_call_needs(
     plain = {(False, False, ""), (True, False, ""), (False, True, "")}
     assert features["forward.cuh"] == plain
     assert features["decode.cuh"] == plain | {(False, False, "int8"), (False, False, "float8")}
-    # For few queries of a group and for more.
+    # One for few queries of a group, one for more.
     assert {kernel.tile_m for kernel in kernels_of(loaded) if kernel.decodes} == {16, 64, 128}
     appends = [kernel for kernel, _ in loaded if isinstance(kernel, AppendConfig)]
     assert appends == [AppendConfig("float16", cache_format) for cache_format in ("", "int8", "float8")]
@@ -287,7 +287,7 @@ def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
         for dtype in ("float16", "bfloat16")
         for features in ((False, False), (True, False), (False, True))
     }
-    # Both for short sequences and for long ones.
+    # Both are for short sequences and for long ones.
     assert {kernel.tile_m for kernel in forwards if kernel.headdim == 64} == {128, 192}
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/overlap.py makes of a trace, and that the benchmark around it runs."""
+"""Tests figures of benchmarks/overlap.py from a trace, and that its benchmark runs."""
 
 from __future__ import annotations
 

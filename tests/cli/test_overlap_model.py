@@ -1,4 +1,4 @@
-"""The model behind `fastattention plan allreduce`: blocks in time, and which partition is chosen."""
+"""The model of `fastattention plan allreduce`: blocks in time, and which partition is chosen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fastattention.errors import ArgumentError
 TINY = Prompt(batch_size=2, seqlen=4, nheads=3, headdim=5, headdim_v=2, hidden=7, itemsize=2, tp=2)
 LONG = Prompt(1, 8192, 16, 128, 128, 8192, 2, 4)  # 128 MiB of all-reduce
 MIB = 1 << 20
-# A second for each visible pair of TINY, and for each row of its GEMM. A block costs a fifth.
+# TINY takes a second for each visible pair, and for each row of its GEMM. A block costs a fifth.
 UNIT = Machine("unit", 2 * 3 * 7, 2 * 3 * 2 * 7, 0.2, (), 2)
 FREE_RING = Ring("ring_product", math.inf, 0.0, 0.0, 0.0, 0.0)
 
@@ -38,12 +38,12 @@ seconds = st.floats(0.0, 10.0)
 
 
 def c10d(share: float, slowdown: float = 0.0, name: str = "c10d") -> AllReduce:
-    """One whose all-reduce of LONG takes this share of compute, in proportion to its bytes."""
+    """A transport whose all-reduce of LONG takes this share of its compute; times are proportional to bytes."""
     return AllReduce(name, ((1, share / (128 * MIB)), (128 * MIB, share)), OVERLAPPED, slowdown)
 
 
 def machine(*transports: AllReduce | Ring) -> Machine:
-    """LONG takes it a second, most of it attention, and blocks cost nothing."""
+    """A machine on which LONG takes a second, mostly attention, and blocks cost nothing."""
     return Machine(
         "made up", LONG.attention_flop(0, LONG.rows) / 0.6, LONG.linear_flop(LONG.rows) / 0.4, 0.0, transports, 4
     )
@@ -135,7 +135,8 @@ def test_two_blocks_of_two_ranks_in_a_ring_by_hand() -> None:
     ring = replace(FREE_RING, bandwidth=2 * 14 / 3.0, slowdown=0.5)  # a share of 2 rows in three seconds
     free_blocks = replace(UNIT, block_seconds=0.0)
     found = predict(TINY, free_blocks, ring, Partition((4, 4), (8,))).timeline
-    # All GEMMs but the first run beside a fetch, 1.5 times as long. The last begins when what it adds to is there.
+    # All GEMMs but the first run beside a fetch, 1.5 times as long. The last begins when the sum that it adds to is
+    # there.
     products = [(0, 22, 0), (22, 25, 1), (25, 28, 0), (28, 31, 1)]
     fetches = [(22, 25, 0), (25, 28, 1), (28, 31, 0), (31, 34, 1)]
     approx_lanes(found, products, fetches)
@@ -161,7 +162,7 @@ def test_the_partitions_that_calls_try_are_predicted() -> None:
 
 
 def test_compute_longer_than_all_reduce_leaves_the_last_block() -> None:
-    """Of eight equal blocks, which nothing slows down, one eighth of the all-reduce."""
+    """With eight equal blocks without slowdown, one eighth of the all-reduce is exposed."""
     found = choose(LONG, machine(c10d(0.4)))
     assert len(found.best.partition.rows) == 8
     assert found.best.seconds == pytest.approx(1 + 0.4 / 8)
@@ -217,7 +218,7 @@ def test_a_rank_of_two_moves_two_thirds_of_what_one_of_four_does() -> None:
             assert isinstance(fewer, AllReduce)
             assert fewer.seconds(64 * MIB) == pytest.approx(2 / 3 * more.seconds(64 * MIB))
         else:
-            assert fewer == more  # whose model counts what moves
+            assert fewer == more  # the model counts the bytes that move
     [by_pcie] = find_machine("v100-pcie", 2).transports
     assert isinstance(by_pcie, AllReduce)
     assert by_pcie.seconds(1024 * MIB) == pytest.approx(1024 * MIB / 9e9, rel=0.001)

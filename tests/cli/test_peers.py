@@ -1,4 +1,4 @@
-"""Every peer that is here computes exact attention, and the comparison with float64 notices who does not."""
+"""Every available peer computes exact attention, and the comparison with float64 notices a peer that does not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CASES = {
     "backward causal": BenchWorkload("backward", "float32", (40,), (40,), 4, 4, 32, causal=True),
     "packed": BenchWorkload("packed", "float32", (5, 1, 40), (5, 1, 40), 4, 4, 32, causal=True),
 }
-# float32 to rounding. The others round inputs of the second product or results: three bits of a value near one.
-# ggml adds up float16 values in float16.
+# float32 is exact to rounding. Other dtypes round inputs of the second product or results: three bits of a value near
+# one. ggml adds up float16 values in float16.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 8 * 2.0**-8, "float16": 8 * 2.0**-11}
 
 
@@ -45,7 +45,7 @@ def test_peer_computes_attention(peer: Peer, workload: BenchWorkload, dtype: str
         pytest.skip(f"{peer.name}: {reason}")
     tensors = make_tensors(workload)
     prepared = peer.prepare(workload, tensors)
-    prepared.call()  # a second call must not depend on what the first left behind
+    prepared.call()  # a second call must not depend on leftovers of the first
     out = prepared.output(prepared.call())
     assert out.shape == tensors.q.shape
     assert max_error(workload, tensors, out) < TOLERANCES[dtype]

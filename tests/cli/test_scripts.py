@@ -86,7 +86,7 @@ def test_quantized_cache_script_finds_what_rounding_costs(tmp_path: Path) -> Non
     assert errors["no outliers", "float16"] < errors["no outliers", "bfloat16"] < errors["no outliers", "int8"] < 0.05
     assert errors["outliers in keys", "int8"] > errors["outliers in keys", "float8"]
     assert errors["outliers in values, other channels", "int8"] > 4 * errors["no outliers", "int8"]
-    assert len({numbers for numbers, _ in errors}) == 4 + 4  # layers of the model, and drawn ones
+    assert len({numbers for numbers, _ in errors}) == 4 + 4  # layers of the model, and random tensors
     assert all(one["rms"] < 1e-2 for one in report["arithmetic"])
     assert len(report["times"]) == 4
 

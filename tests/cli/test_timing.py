@@ -12,7 +12,7 @@ from fastattention.cli.bench import timing
 
 
 class Clock:
-    """Calls that take as long as they are told, and the order in which they came."""
+    """Calls that take given times, and the order in which they were made."""
 
     def __init__(self) -> None:
         self.now = 0.0

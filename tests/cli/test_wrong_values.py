@@ -1,6 +1,6 @@
 """Every option of every command, given wrong values: a message that names the option, status 1 or 2, no traceback.
 
-The options are the app's own: a new one is tried without a word here, or asks for wrong values in TEXTS.
+The options are read from the app: a new one is tried automatically, or needs wrong values in TEXTS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .conftest import Finished
 NOT_UTF8 = b"\xff".decode(errors="surrogateescape")
 NUMBERS = ("", "x", "1.5e", "nan", "-1", str(10**30))
 
-# What a command needs beside the option that is wrong. MODEL is a folder with a model.
+# The options that a command needs besides the wrong one. MODEL is a folder with a model.
 NEEDED = {
     "info": "",
     "check": "",
@@ -84,11 +84,11 @@ class Parameter(NamedTuple):
     command: str
     name: str
     kind: type
-    flag: str | None  # None of an argument
+    flag: str | None  # None for an argument
 
     @property
     def wrong_values(self) -> tuple[str, ...]:
-        """By its type."""
+        """Wrong values, by the type of the parameter."""
         if self.kind is bool:
             return ("1",)
         if issubclass(self.kind, Enum):
@@ -97,7 +97,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(app: typer.Typer, prefix: str = "") -> Iterator[Parameter]:
-    """Of every command."""
+    """The parameters of every command."""
     for command in app.registered_commands:
         assert command.callback is not None
         name = prefix + (command.name or command.callback.__name__)
@@ -106,7 +106,7 @@ def parameters(app: typer.Typer, prefix: str = "") -> Iterator[Parameter]:
                 continue
             annotated, info = get_args(hint)
             kinds = [kind for kind in get_args(annotated) or [annotated] if kind is not type(None)]
-            (kind,) = get_args(kinds[0]) or kinds  # of a list, its members'
+            (kind,) = get_args(kinds[0]) or kinds  # the member type of a list
             flags = [flag for flag in info.param_decls or () if flag.startswith("--")]
             is_argument = isinstance(info, ArgumentInfo)
             yield Parameter(
@@ -121,7 +121,7 @@ PARAMETERS = [*parameters(main.app), *parameters(main.plan, "plan ")]
 
 @pytest.fixture
 def surroundings(tmp_path: Path, byte_model: Path) -> str:
-    """What wrong values name, in the folder where commands run; the path of the model that is right."""
+    """Makes the files that wrong values name, in the folder where commands run. Gives the path of the right model."""
     for name in ("folder.png", "damaged", "weightless"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").write_text("text")
@@ -158,7 +158,7 @@ def test_a_wrong_value_is_refused_by_name(
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "plan"])
 def test_what_no_command_takes_is_refused(command: str, run_command: Callable[..., Finished]) -> None:
-    # What serve does not know may be an option of Transformers' server, which is asked when there is a model.
+    # An option that serve does not know may be one of Transformers' server, which parses it when there is a model.
     exit_code, output = run_command(*command.split(), "--nothing", *(["MODEL"] if command == "serve" else []))
     assert exit_code == 2
     assert "--nothing" in output

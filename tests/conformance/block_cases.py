@@ -37,10 +37,10 @@ BLOCKS: list[Case] = [
     DenseCase(name="blocks-window", seqlen_q=400, seqlen_k=430, window=(150, 20), blocks=Blocks(density=0.6)),
     DenseCase(name="blocks-long", seqlen_q=1100, seqlen_k=1700, nheads=1, nheads_k=1, batch_size=1,
               blocks=Blocks(size=(128, 128), density=0.2)),
-    # More blocks of keys than a CTA has threads, and few that are kept.
+    # There are more blocks of keys than a CTA has threads, and few are kept.
     DenseCase(name="blocks-285-of-keys", seqlen_q=70, seqlen_k=18200, nheads=1, nheads_k=1, batch_size=1,
               blocks=Blocks(density=0.02)),
-    # Tiles of 64 keys end where blocks do, the last one too.
+    # Tiles of 64 keys end where blocks end, the last one too.
     *(
         DenseCase(name=f"blocks-of-a-tile-{d}-{cap}", seqlen_q=130, seqlen_k=130, headdim=d, nheads=1, nheads_k=1,
                   softcap=cap, blocks=Blocks(size=(128, 64), density=1.0))
@@ -68,7 +68,7 @@ BLOCKS: list[Case] = [
                page_block_size=16, causal=True, blocks=Blocks(size=(64, 128))),
 ]  # fmt: skip
 
-# As TILES and MANY_QUERIES of cases.py: every kernel that is compiled ahead for block masks.
+# Like TILES and MANY_QUERIES of cases.py: every kernel that is compiled ahead for block masks.
 BLOCK_TILES: list[Case] = [
     *(
         DenseCase(name=f"blocks-tiles-{d}-{q}", seqlen_q=q, seqlen_k=150, headdim=d, nheads=1, nheads_k=1,

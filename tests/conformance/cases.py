@@ -53,7 +53,7 @@ LONG = [
     DenseCase(name="long-window", seqlen_q=999, seqlen_k=1003, nheads=1, nheads_k=1, batch_size=1, window=(130, 17)),
 ]  # fmt: skip
 
-# Kernels divide the keys of few queries, though they are no cache.
+# Kernels split the keys of few queries, even without a cache.
 FEW_QUERIES = [
     DenseCase(name="few-queries-one", seqlen_q=1, seqlen_k=611, nheads=8, nheads_k=2),
     DenseCase(name="few-queries-causal", seqlen_q=3, seqlen_k=300, nheads=6, causal=True, headdim=72, headdim_v=48),
@@ -92,7 +92,7 @@ TILES = [
     for d, h in ((256, 100), (256, 20))
 ]  # fmt: skip
 
-# So many queries that kernels take tiles for long sequences. Few keys keep the list quick.
+# There are enough queries for kernels to take tiles for long sequences. Few keys keep the list quick.
 MANY_QUERIES = [
     DenseCase(name="many-queries", seqlen_q=8200, seqlen_k=70, nheads=1, nheads_k=1, batch_size=1, headdim=64,
               window=(20, 8150)),
@@ -359,7 +359,7 @@ PAGES = [
     KvCacheCase(name="pages-full", cache_seqlens=(48, 48), spare=0, lengths="full", page_block_size=16),
     KvCacheCase(name="pages-leftpad", seqlen_q=3, cache_seqlens=(30, 40, 77), leftpad=(0, 17, 33), page_block_size=16,
                 causal=True),
-    # A table ends with the pages in use: kernels that look up one page more read beyond it.
+    # A table ends with the pages in use, so kernels that look up one more page read beyond it.
     KvCacheCase(name="pages-leftpad-all", cache_seqlens=(32, 32), leftpad=(32, 32), page_block_size=16, spare=0),
     KvCacheCase(name="pages-fewer-than-splits", cache_seqlens=(20, 5), page_block_size=16, num_splits=16, spare=0),
     KvCacheCase(name="pages-leftpad-append", seqlen_q=3, cache_seqlens=(30, 40), leftpad=(5, 17), page_block_size=16,

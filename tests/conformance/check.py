@@ -1,4 +1,4 @@
-"""What every engine promises of every call; asked by the list of cases and by random ones."""
+"""The promises of every engine for every call, checked for the list of cases and for random ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_right_and_nothing_else_written(engine: Engine, case: Case, dtype: torc
 
 
 def check_right_without_lse(engine: Engine, case: Case, dtype: torch.dtype) -> None:
-    """A backend may take another way when nobody asks for lse."""
+    """Checks out without lse, for which a backend may take another path."""
     call = build_call(case, dtype)
     out = engine.run_without_lse(call)
     assert_small_errors(expected_after(call, case, device=engine.device), {"out": out})

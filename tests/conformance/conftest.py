@@ -1,4 +1,4 @@
-"""What all tests of the conformance list run under."""
+"""Fixtures of all tests of the conformance list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests run on: every backend of this machine, the cpu backend once for each instruction set."""
+"""The engines that tests run on: every backend of this machine, the cpu backend once for each instruction set."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Engine(NamedTuple):
         return call.run(self.backend)
 
     def run_in_another_order(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The same, its parts computed in another order where the engine can choose one."""
+        """The same, with parts computed in another order where the engine can choose one."""
         return self.run(call)
 
     def run_without_lse(self, call: Call) -> Tensor:
-        """Its out when nobody asks for lse."""
+        """out of the call without lse."""
         return call.run_without_lse(self.backend)
 
     def refusal(self, problem: Problem) -> str | None:

@@ -27,7 +27,7 @@ INT8: list[Case] = [
         _Dense(name=f"products-heads-{h}-of-{hk}", seqlen_q=70, seqlen_k=150, nheads=h, nheads_k=hk, causal=True)
         for h, hk in ((3, 1), (8, 2))
     ),
-    # Without what keys have in common a few bits are left for what tells them apart.
+    # Without subtracting the common part of keys, only a few bits would remain for their differences.
     _Dense(name="products-offset", seqlen_q=150, seqlen_k=260, key_offset=20.0),
     _Dense(name="products-offset-sinks", seqlen_q=60, seqlen_k=260, key_offset=1.0, sinks=True),
     _Dense(name="products-offset-softcap", seqlen_q=60, seqlen_k=260, key_offset=3.0, softcap=5.0),
@@ -49,7 +49,7 @@ INT8: list[Case] = [
     _Dense(name="products-empty-batch", seqlen_q=40, seqlen_k=40, batch_size=0),
     _Dense(name="products-no-queries", seqlen_q=0, seqlen_k=40),
     _Dense(name="products-no-keys", seqlen_q=40, seqlen_k=0, sinks=True),
-    # Sums of several chunks of tokens.
+    # The mean is a sum of several chunks of tokens.
     _Dense(name="products-long", seqlen_q=70, seqlen_k=2600, nheads=1, nheads_k=1, batch_size=1, key_offset=2.0),
     _Varlen(name="products-varlen", seqlens_q=(1, 130, 0, 70), seqlens_k=(90, 230, 5, 64), causal=True, key_offset=3.0),
     _Varlen(name="products-varlen-slack", seqlens_q=(70, 20), seqlens_k=(190, 0), slack=100, nheads=4, nheads_k=1,
@@ -60,7 +60,7 @@ INT8: list[Case] = [
             page_block_size=16, causal=True),
 ]  # fmt: skip
 
-# As BLOCK_TILES of block_cases.py: every kernel that is compiled ahead for products in int8.
+# Like BLOCK_TILES of block_cases.py: every kernel that is compiled ahead for int8 products.
 INT8_TILES: list[Case] = [
     *(
         _Dense(name=f"products-tiles-{d}", seqlen_q=101, seqlen_k=150, headdim=d, nheads=1, nheads_k=1, batch_size=1,

@@ -1,4 +1,4 @@
-"""Scores as large as float32 has them, as masks of finite numbers leave them."""
+"""Scores near the limits of float32, as masks with finite values give."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 
 _LARGEST = torch.finfo(torch.float32).max
-# What is added to the scores of a row: to all, and to the last key alone, which a running maximum meets last.
+# Values added to the scores of a row: to all keys, and to the last key, which a running maximum meets last.
 _ROWS = (
     (-_LARGEST, -_LARGEST),
     (_LARGEST, _LARGEST),
@@ -25,7 +25,7 @@ _ROWS = (
 def check_large_scores(backend: AttentionBackend, dtype: torch.dtype, times: int, keys: int, cached: bool) -> None:
     """Results are those of float64, and lse is as exact as float32.
 
-    times: of each kind of row, as few rows go another way through kernels than many
+    times: number of rows of each kind, because few rows take another path through kernels than many
     """
     generator = torch.Generator().manual_seed(0)
     rows = len(_ROWS) * times
@@ -36,7 +36,7 @@ def check_large_scores(backend: AttentionBackend, dtype: torch.dtype, times: int
         bias[row, :-1], bias[row, -1] = usual, last
     options = Options(return_lse=True)
     if cached:
-        v = k if times > 1 else v  # as latent attention has them, another way through kernels
+        v = k if times > 1 else v  # as in latent attention, which takes another path through kernels
         problem, inputs = prepare_kvcache(KvCacheArguments(q, k, v, cache_seqlens=keys, attn_bias=bias), options)
     else:
         problem, inputs = prepare_dense(q, k, v, options, attn_bias=bias)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastattention.testing.case import KvCacheCase
 
-# Lengths that end a tile, and one less and one more.
+# Lengths that end a tile, and those of one less and one more.
 LENGTHS = (0, 1, 64, 300, 65, 127, 128, 129, 1, 0, 31, 700, 32, 33, 5, 63, 17, 2)
-# More than a warp has lanes, and more than twice as many.
+# There are more sequences than a warp has lanes, and more than twice as many.
 FORTY = (*LENGTHS, *LENGTHS, 3, 900, 1, 40)
 SEVENTY = (*LENGTHS, *reversed(LENGTHS), *LENGTHS, *LENGTHS[:14], 257, 9)
 

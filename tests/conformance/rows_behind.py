@@ -1,4 +1,4 @@
-"""Rows of q behind the last sequence of a varlen call, which no device but the CPU can refuse in time."""
+"""Rows of q after the last sequence of a varlen call, which only the CPU can refuse in time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _nan_in_fresh_memory() -> Iterator[None]:
 
 
 def check_rows_behind(backend: AttentionBackend, dtype: torch.dtype, longest: int) -> None:
-    """They see no keys: out 0, lse -inf. Other rows are right.
+    """Checks that such rows see no keys: out 0, lse -inf. Other rows are right.
 
-    longest: queries of a sequence; few go another way through kernels than many
+    longest: queries of a sequence; few take another path through kernels than many
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 2, 32, generator=generator).to(dtype) for n in (longest + 8, 70, 70))

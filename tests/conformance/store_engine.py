@@ -1,4 +1,4 @@
-"""An engine that serves the calls of kvcache cases by a store: what tests of every engine ask, they ask of it too."""
+"""An engine that serves the calls of kvcache cases by a store, so that tests of every engine run on it too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastattention.attention.problem import Problem
 from fastattention.testing.calls import Call
 from fastattention.testing.case import Case, KvCacheCase
 
-# What a call with a cache has and a store has not, or has of its own.
+# Arguments of a call with a cache that a store lacks, or has of its own.
 _OF_CACHES = ("k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "block_table", "cache_leftpad")
 
 
@@ -91,7 +91,7 @@ def logical_caches(call: Call) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def filled_store(kind: type[KVStore], k: Tensor, v: Tensor, seqlens: list[int], backend: str) -> KVStore:
-    """A store of the first `seqlens` tokens of k and v. Whatever else it has memory for is NaN."""
+    """A store of the first `seqlens` tokens of k and v. All its other memory is NaN."""
     batch_size, capacity, nheads_k, headdim = k.shape
     store = kind(batch_size, capacity, nheads_k, headdim, v.shape[-1], dtype=k.dtype)
     for memory in vars(store).values():
@@ -103,7 +103,7 @@ def filled_store(kind: type[KVStore], k: Tensor, v: Tensor, seqlens: list[int], 
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of the memory behind a tensor."""
+    """All of the memory of a tensor."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 

@@ -1,4 +1,4 @@
-"""The words of case.py drawn at random: shapes, strides and features in every combination that is a valid call."""
+"""The fields of case.py drawn at random: shapes, strides and features in every combination that is a valid call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW_SIDES = st.one_of(st.just(-1), st.integers(0, 40))
 PAGE_SIZES = st.one_of(st.none(), st.sampled_from([1, 2, 3, 7, 16, 64, 256]))
 
 STRIDED: list[Memory] = ["contiguous", "heads_major", "sliced_heads", "every_second_token", "sliced_headdim"]
-# Of tensors that a call only reads, and whose last axis may be strided.
+# Layouts of tensors that a call only reads, and whose last axis may be strided.
 READ_ONLY: list[Memory] = [*STRIDED, "every_second_element", "one_head_expanded"]
 
 
@@ -52,7 +52,7 @@ def block_masks(draw: st.DrawFn) -> Blocks | None:
 
 @st.composite
 def shared_words(draw: st.DrawFn, bias_axes: str) -> dict[str, Any]:
-    """What cases of all layouts have."""
+    """The fields that cases of all layouts have."""
     nheads_k = draw(st.integers(1, 3))
     headdim = draw(HEADDIMS)
     return {

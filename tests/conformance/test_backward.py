@@ -1,4 +1,4 @@
-"""A backward of ours: which bits it gives, what it keeps, and where its parts meet."""
+"""Our backwards: their bits, the tensors that they keep, and chunks that wait for each other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_near(got: tuple[Tensor, ...], right: tuple[Tensor, ...], dtype: torch
 
 
 KEPT = torch.rand(1, 1, 15, 18, generator=torch.Generator().manual_seed(0)) < 0.25
-# One head whose chunks of keys wait for each other; a window, and a block mask, which skip chunks; groups; a batch of
+# One head whose chunks of keys wait for each other; a window and a block mask, which skip chunks; groups; a batch of
 # several waves.
 CALLS = {
     "one-head": ((1, 1000, 1, 64), (1, 1000, 1, 64), {"causal": True}),
@@ -90,7 +90,7 @@ def test_memory_that_another_call_left_is_not_read(engine: Engine) -> None:
 @every_backward
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e9])
 def test_rows_that_a_finite_mask_hides_have_the_gradients_of_equal_weights(engine: Engine, lowest: float) -> None:
-    """Whose lse cannot say how many keys there are."""
+    """The lse of such rows does not tell the number of keys."""
     q, k, v = tensors((1, 3, 1, 16), (1, 40, 1, 16), (1, 40, 1, 16))
     mask = torch.zeros(3, 40)
     mask[1] = lowest

@@ -1,4 +1,4 @@
-"""Where a call comes from: the problem that is known without numbers is that of the call."""
+"""The problem of a case that is built without values is that of its call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the tests run on what they say they run on."""
+"""Tests run on the engines that they name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastattention.backends.cpu.library import load_library
 
 
 def test_cpu_and_sdpa_run_everywhere() -> None:
-    """A native library that does not load must not turn into skipped tests."""
+    """A native library that does not load must fail this test instead of skipping others."""
     for backend in ("cpu", "sdpa"):
         assert ATTENTION_BACKENDS.get(backend).why_unavailable() is None
         assert backend in ATTENTION_BACKENDS.order

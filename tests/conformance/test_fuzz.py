@@ -1,4 +1,4 @@
-"""Random cases: what test_conformance.py promises for the list, for whatever else is a valid call.
+"""Random cases: the promises of test_conformance.py for all other valid calls.
 
 `pytest --hypothesis-profile=explore` looks for new ones. A failure prints the case; give it a name in cases.py.
 """
@@ -16,7 +16,7 @@ from fastattention.testing.case import Case
 
 
 def check_all(case: Case, dtype: torch.dtype) -> None:
-    """On all engines in one example: each test draws its cases and computes what they must return once."""
+    """Checks all engines in one example, so that cases and exact results are computed once."""
     for engine in ENGINES:
         hypothesis.note(f"engine: {engine.name}")
         check(engine, case, dtype)

@@ -1,4 +1,4 @@
-"""Gradients, beside those of the same-precision torch implementation: at most twice its error by backwards of ours."""
+"""Gradients of our backwards have at most twice the error of torch's implementation in the same precision."""
 
 from __future__ import annotations
 

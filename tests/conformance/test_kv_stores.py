@@ -1,4 +1,4 @@
-"""What is promised of calls with a cache holds for calls of a store that has the same tokens."""
+"""The promises for calls with a cache hold for calls of a store that has the same tokens."""
 
 from __future__ import annotations
 

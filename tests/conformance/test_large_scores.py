@@ -1,4 +1,4 @@
-"""Scores as large as float32 has them, on every instruction set of the CPU and in torch."""
+"""Scores near the limits of float32, on every instruction set of the CPU and in torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The tolerance notices mistakes: every mistake a backend has made, or might, fails the comparison.
 
-The reference makes them here, on a call that it was made wrong about; compared is what a test of a backend compares.
+Here the reference makes them, on a changed call, and the same comparison as for a backend must fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What engines store of new tokens: without rotary embedding the same bits as `quantize`, whatever the numbers."""
+"""Stored new tokens: without rotary embedding, engines store the same bits as `quantize`, for any values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference against torch's own attention, against loops over single numbers, and against its own definition."""
+"""The reference against torch's own attention, against loops over single elements, and against its own definition."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_drawn_mask_with_more_queries_than_keys() -> None:
     assert lse is not None
     assert lse[:, :, :2].isneginf().all()
     assert not out[:, :2].any()
-    # Query 2 sees key 0 alone, so it returns its value.
+    # Query 2 sees only key 0, so it returns its value.
     torch.testing.assert_close(out[:, 2], v[:, 0].double().repeat_interleave(2, dim=1))
     mask = torch.ones(2, 2).tril().bool()
     torch.testing.assert_close(out[:, 2:], torch_attention(q[:, 2:], k, v, mask))

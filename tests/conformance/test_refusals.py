@@ -1,4 +1,4 @@
-"""What each backend refuses, and that it says why. All else it must serve: the other tests skip what is refused."""
+"""The refusals of each backend, with reasons. It must serve everything else, because other tests skip refused calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastattention.testing.calls import problem_of
 def test_every_case_is_served(dtype: torch.dtype) -> None:
     for case in CASES:
         problem = problem_of(case, dtype)
-        # Products in int8 take a backend and a processor that have them: test_int8_products.py.
+        # int8 products need a backend and a processor that have them: test_int8_products.py.
         for backend in ("cpu", "sdpa") if problem.qk_dtype is None else ():
             assert ATTENTION_BACKENDS.get(backend).why_not(problem) is None, f"{case.name} on {backend}"
 

@@ -18,7 +18,7 @@ ON_THE_CPU = [engine for engine in ENGINES if engine.backend in ("cpu", "sdpa")]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("seqlen_q", [1, 70], ids=["decode", "prefill"])
 def test_means_of_two_values_are_rounded_to_nearest(engine: Engine, dtype: torch.dtype, seqlen_q: int) -> None:
-    """Queries of zeros weigh both keys by exactly 1/2; half of the means of neighbouring numbers are ties."""
+    """Queries of zeros weigh both keys by exactly 1/2; half of the means of neighbouring values are ties."""
     generator = torch.Generator("cpu").manual_seed(0)
     first = torch.randn(1, 1, 2, 64, generator=generator, dtype=torch.float32).to(dtype)
     away = 1 + torch.randint(1, 8, first.shape, generator=generator) * torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""Threads of torch itself, which tests of small tensors do without."""
+"""Turns off torch's own threads for tests of small tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Tensors are small: waking torch's threads for each costs more than it saves, ten times more on a busy machine."""
+    """Runs with one thread: waking torch's threads for small tensors takes longer, ten times on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -23,7 +23,7 @@ WIDE: list[Case] = [
     VarlenCase(name="wide-varlen", seqlens_q=(1, 40, 0, 17), seqlens_k=(9, 33, 5, 64), headdim=512, causal=True),
     VarlenCase(name="wide-varlen-pages", seqlens_q=(50, 3), seqlens_k=(83, 70), headdim=576, headdim_v=512, nheads=4,
                nheads_k=1, page_block_size=16, causal=True),
-    # Rows that share keys, in as many as kernels take together, and heads that lie side by side.
+    # Rows that share keys, in the numbers that kernels take together, and neighbouring heads.
     *(
         KvCacheCase(name=f"wide-heads-{h}-of-{hk}", cache_seqlens=(300, 0, 45), nheads=h, nheads_k=hk, headdim=512)
         for h, hk in ((1, 1), (3, 3), (8, 1), (16, 1), (40, 1), (16, 8))
@@ -44,7 +44,7 @@ WIDE: list[Case] = [
     ),
 ]  # fmt: skip
 
-# As multi-head latent attention decodes: values are the first columns of the keys, in the same memory.
+# Decodes as in multi-head latent attention: values are the first columns of the keys, in the same memory.
 LATENT: list[Case] = [
     *(
         KvCacheCase(name=f"latent-{h}-heads-{q}-{size or 'dense'}", seqlen_q=q, cache_seqlens=(300, 0, 1, 64), nheads=h,
@@ -58,7 +58,7 @@ LATENT: list[Case] = [
                     page_block_size=size, causal=True)
         for h, q, size in ((16, 1, None), (16, 2, 64), (128, 1, 16), (4, 1, None), (16, 30, 64))
     ),
-    # Odd sizes and memory that products cannot take as it lies, and several heads of keys.
+    # Odd sizes and memory that products cannot use in place, and several heads of keys.
     *(
         KvCacheCase(name=f"latent-{d}-{dv}-of-{hk}-{memory}", cache_seqlens=(130, 45), nheads=12 * hk, nheads_k=hk,
                     headdim=d, headdim_v=dv, values_in_keys=True, memory_k=memory)

@@ -17,11 +17,11 @@ from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearProblem
 
-GUARD = 256  # elements before and behind a tensor
+GUARD = 256  # elements before and after a tensor
 
 
 class EmulatedLinear(CudaLinearBackend):
-    """As if on one chip, with so many multiprocessors: all that kernels that go token by token depend on."""
+    """The backend as if on one chip. Token by token, kernels depend only on its number of multiprocessors."""
 
     def __init__(self, num_sms: int) -> None:
         self.limits = CHIPS["A100"]._replace(num_sms=num_sms)
@@ -46,7 +46,7 @@ class EmulatedLinear(CudaLinearBackend):
 
 
 def poisoned_ranges(params: Params, problem: LinearProblem) -> list[Range]:
-    """The memory that a launch may access in vectors. What it is to write becomes NaN."""
+    """The memory that a launch may access in vectors. Memory that it must write becomes NaN."""
     assert isinstance(params, StepParams)
     item = problem.dtype.itemsize
     num_states = problem.num_sequences * problem.nheads
@@ -79,7 +79,7 @@ def _range(params: Params, address: int, name: str, lasts: tuple[int, ...], colu
 
 
 def guarded(inputs: LinearInputs, offset: int = 0) -> LinearInputs:
-    """Copies with the same strides, and NaN before and behind; `offset` elements from where they would be aligned."""
+    """Copies with the same strides, and NaN before and after; `offset` elements away from alignment."""
     return LinearInputs(*(None if x is None or not x.is_floating_point() else _guarded(x, offset) for x in inputs[:-1]),
                         inputs.cu_seqlens)  # type: ignore[arg-type] # fmt: skip
 

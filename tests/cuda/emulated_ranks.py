@@ -22,8 +22,8 @@ from fastattention.distributed.transports.all_reduce import (
 )
 from fastattention.gpu_runtime.module import KernelLaunch
 
-TIMEOUT = 30_000_000_000  # nanoseconds, where every rank comes
-GUARD = 64  # bytes that stay NaN, before and behind what a call may write
+TIMEOUT = 30_000_000_000  # nanoseconds, for calls that every rank makes
+GUARD = 64  # bytes that stay NaN, before and after what a call may write
 MOST_BYTES = 1 << 28  # of shared memory, of which the system gives what is used
 
 
@@ -33,8 +33,8 @@ class Call(NamedTuple):
     count: int
     num_ctas: int = 1
     one_shot: bool = False
-    out_offset: int = 0  # of numbers, from a multiple of 16 bytes
-    late: int | None = None  # a rank that computes its part when all others wait for it
+    out_offset: int = 0  # in elements, from a multiple of 16 bytes
+    late: int | None = None  # a rank that computes its part only when all others wait for it
 
 
 class SharedMemory:
@@ -45,7 +45,7 @@ class SharedMemory:
         self._taken = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Numbers whose bits are all set, NaN as floats, from a multiple of 64 bytes on."""
+        """Elements whose bits are all set, NaN as floats, from a multiple of 64 bytes on."""
         nbytes = -(-count * dtype.itemsize // 64) * 64
         taken = self._bytes[self._taken : self._taken + nbytes].fill_(0xFF).view(dtype)[:count]
         self._taken += nbytes
@@ -54,7 +54,7 @@ class SharedMemory:
 
 
 class Rank:
-    """What one rank has. Calls use `parts`, one after the other; results begin and end with GUARD, as it does."""
+    """The memory of one rank. Calls use `parts`, one after the other; these and results begin and end with GUARD."""
 
     def __init__(self, memory: SharedMemory, calls: Sequence[Call], dtype: torch.dtype, first_step: int) -> None:
         more = 2 * GUARD // dtype.itemsize + 8
@@ -66,7 +66,7 @@ class Rank:
         self.outs = [memory.take(call.count + more, dtype) for call in calls]
 
     def compute(self, number: int) -> None:
-        """Without torch, of which a child process must not use more than addresses."""
+        """Computes without torch, because a child process must use only addresses of tensors."""
         source = self.computed[number]
         ctypes.memmove(self.parts.data_ptr() + GUARD, source.data_ptr(), source.nbytes)
 
@@ -78,13 +78,13 @@ class Host:
     """As many ranks as a variant has, and the calls that they make."""
 
     def __init__(self, variant: AllReduceConfig, calls: Sequence[Call], first_step: int = 0) -> None:
-        """first_step: that the flags begin with, as if there had been so many before."""
+        """first_step: the first step of the flags, as if this many steps had been made before."""
         self.variant, self.calls, self.first_step = variant, calls, first_step
         memory = SharedMemory()
         self.ranks = [Rank(memory, calls, variant.dtype, first_step) for _ in range(variant.num_ranks)]
 
     def run(self, *ranks: int, timeout: int = TIMEOUT) -> list[str]:
-        """All calls on some ranks, or all. Returns what each of these has to complain about, '' for nothing."""
+        """All calls on some ranks, or all. Returns the error of each of these, '' for none."""
         build_variant(self.variant)
         children = [
             Child(lambda rank=rank: self._make_calls(rank, timeout)) for rank in ranks or range(len(self.ranks))
@@ -102,7 +102,7 @@ class Host:
             ctypes.memmove(mine.parts_after[number].data_ptr(), mine.parts.data_ptr(), mine.parts.nbytes)
 
     def _await_others(self, rank: int) -> None:
-        """Until the first CTA of every other rank is one step ahead, or long enough."""
+        """Waits until the first CTA of every other rank is one step ahead, or a timeout."""
         deadline, before = time.monotonic_ns() + TIMEOUT, self.ranks[rank].flag(Flags.STEPS)
         for other in range(len(self.ranks)):
             while other != rank and self.ranks[rank].flag(Flags.ARRIVALS + other) == before:
@@ -138,14 +138,14 @@ class Host:
             assert torch.equal(rank.flags, self._flags_after(index)), f"flags of rank {index}"
 
     def _share_of(self, rank: int, count: int) -> slice:
-        """The numbers that a rank adds up: so many whole packets."""
+        """The elements that a rank adds up: whole packets."""
         of_packet = PACKET_BYTES // self.variant.dtype.itemsize
         packets = -(-count // of_packet)
         share = -(-packets // len(self.ranks)) * of_packet
         return slice(rank * share, min((rank + 1) * share, count))
 
     def _flags_after(self, rank: int) -> Tensor:
-        """Of each CTA its steps, and those of other ranks' CTAs of the same number."""
+        """The flags of a rank: the steps of each CTA, and those of other ranks' CTAs with the same index."""
         flags = torch.full((Flags.COUNT,), self.first_step, dtype=torch.int32)
         for call in self.calls:
             for cta in range(call.num_ctas):
@@ -155,12 +155,12 @@ class Host:
 
 
 def assert_holds(memory: Tensor, begin: int, values: Tensor, what: str) -> None:
-    """Bit for bit these numbers, and what was there at first before and behind them."""
+    """Asserts that memory holds these values bit for bit, and its initial bits before and after them."""
     bits = {2: torch.int16, 4: torch.int32}[memory.itemsize]
     end = begin + values.numel()
     assert torch.equal(memory[begin:end].view(bits), values.view(bits)), what
     assert (memory[:begin].view(bits) == -1).all(), f"before {what}"
-    assert (memory[end:].view(bits) == -1).all(), f"behind {what}"
+    assert (memory[end:].view(bits) == -1).all(), f"after {what}"
 
 
 class Child:
@@ -178,7 +178,7 @@ class Child:
         os.close(write)
 
     def complaint(self) -> str:
-        """What it complains about, when it has ended."""
+        """The error of the process, once it has ended."""
         with os.fdopen(self._read) as pipe:
             said = pipe.read()
         os.waitpid(self._pid, 0)

@@ -33,14 +33,14 @@ from fastattention.gpu_runtime.variant import Variant
 HERE = Path(__file__).parent
 SOURCES = HERE / "emulator"
 CACHE = HERE.parents[1] / "build" / "emulator"
-# A kernel runs for less time than it compiles, so it is optimized less than the machine that runs it.
+# A kernel takes longer to compile than to run, so it is optimized less than the emulator.
 COMPILE = ("c++", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas")
 MACHINE_OPTIONS, KERNEL_OPTIONS = ("-O2", "-r", "-nostdlib"), ("-O1",)
 MACHINE = ("fiber.cpp", "banks.cpp", "shared_memory.cpp", "collectives.cpp", "flags.cpp", "machine.cpp")
 
 
 class EmulatorError(Exception):
-    """A kernel did what a GPU does not allow, or what it leaves undefined."""
+    """A kernel did something that a GPU does not allow or define."""
 
 
 class Range(ctypes.Structure):
@@ -56,13 +56,13 @@ class Grid(ctypes.Structure):
 
 
 class Wavefronts(ctypes.Structure):
-    """Of shared memory: those it took, and those it would take without bank conflicts."""
+    """Wavefronts of shared memory, and their number without bank conflicts."""
 
     _fields_: ClassVar = [("counted", ctypes.c_int64), ("ideal", ctypes.c_int64)]
 
 
 class Report(ctypes.Structure):
-    """What a launch leaves behind."""
+    """The report of a launch."""
 
     _fields_: ClassVar = [
         ("loads", Wavefronts),
@@ -75,13 +75,13 @@ class Report(ctypes.Structure):
 
 @functools.cache
 def _compiler() -> str:
-    """Its version: no other reads the headers that it has compiled."""
+    """The version of the compiler, because only this one reads its precompiled headers."""
     return subprocess.run([COMPILE[0], "--version"], capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache
 def _hash(folders: tuple[Path, ...]) -> str:
-    """Of all sources in some folders."""
+    """The hash of all sources in some folders."""
     return hash_sources(folders, (*HEADERS, ".cpp"))
 
 
@@ -93,7 +93,7 @@ def _compiled(name: str, arguments: Sequence[str], folders: tuple[Path, ...]) ->
         return path
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
-        # Of several processes that need it, one compiles it; the others wait.
+        # One process compiles it, and other processes that need it wait.
         fcntl.flock(lock, fcntl.LOCK_EX)
         return path if path.exists() else _compile(path, arguments)
 
@@ -144,7 +144,7 @@ _shuffle = 0
 
 @contextmanager
 def shuffled(seed: int) -> Iterator[None]:
-    """Launches run CTAs, and warps within each, in an order that follows from the seed. A GPU promises none."""
+    """Launches run CTAs, and warps within each, in an order by the seed, because a GPU guarantees none."""
     global _shuffle
     _shuffle, before = seed, _shuffle
     try:
@@ -154,7 +154,7 @@ def shuffled(seed: int) -> Iterator[None]:
 
 
 def launch(step: KernelLaunch, params: Params, ranges: Sequence[Range]) -> Report:
-    """Runs one kernel. Raises EmulatorError when it does what it must not."""
+    """Runs one kernel. Raises EmulatorError when it does something forbidden."""
     entry = step.variant.entries[step.entry]
     emulate = getattr(_library(step.variant), entry.name.replace("fastattention_", "emulate_"))
     return checked(emulate, f"{entry.name} of {step.variant.name}", params, step.num_ctas, ranges)
@@ -173,7 +173,7 @@ def checked(
 
 
 def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
-    """The memory that attention may access in vectors, from the first to the last element that the call has."""
+    """The memory that attention may access in vectors, from the first to the last element of the call."""
     if not isinstance(params, AttentionParams):
         return []
     varlen, batch = problem.layout is Layout.VARLEN, problem.batch_size
@@ -193,7 +193,7 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
 
 
 def ranges_of_backward(params: Params, problem: Problem) -> list[Range]:
-    """Likewise a backward: the tensors of the call, the gradient of out and the gradients, which are contiguous."""
+    """The memory that a backward may access: the tensors of the call, the gradient of out, and contiguous gradients."""
     call = params.call
     ranges = ranges_of(call, problem, 0)
     tokens_q = problem.total_q if problem.layout is Layout.VARLEN else problem.batch_size * problem.seqlen_q
@@ -212,7 +212,7 @@ def ranges_of_backward(params: Params, problem: Problem) -> list[Range]:
 
 
 def ranges_of_quantize(params: Params, problem: Problem) -> list[Range]:
-    """Likewise what makes bytes of queries and keys: both, and the bytes."""
+    """The memory that the quantization of queries and keys may access: both, and their bytes."""
     varlen, batches = problem.layout is Layout.VARLEN, 1 if problem.layout is Layout.VARLEN else problem.batch_size
     ranges = []
     for name, seqlen, heads in (("q", problem.seqlen_q, problem.nheads), ("k", problem.seqlen_k, problem.nheads_k)):
@@ -223,7 +223,7 @@ def ranges_of_quantize(params: Params, problem: Problem) -> list[Range]:
 
 
 def ranges_of_merge(params: Params, item: int, out_item: int) -> list[Range]:
-    """Likewise a merge: what its parts and their out span, in elements of so many bytes."""
+    """The memory that a merge may access: that of parts and out, in elements of `item` and `out_item` bytes."""
     assert isinstance(params, MergeParams)
     ranges = []
     sizes = (params.batch_size, params.tokens, params.nheads, params.headdim_v)
@@ -283,9 +283,9 @@ class EmulatedCudaBackend(CudaBackend):
     """The cuda backend on tensors of the processor, as if on one chip."""
 
     limits: ClassVar[Limits]
-    reports: list[Report]  # of the launches of the last call, or merge
+    reports: list[Report]  # one for each launch of the last call, or merge
     counters: Tensor
-    scratch: Scratch  # of the last decode
+    scratch: Scratch  # scratch memory of the last decode
     newest: Plan
 
     def why_unavailable(self) -> str | None:
@@ -365,7 +365,7 @@ class EmulatedSm80(EmulatedCudaBackend):
 
 
 class EmulatedSingleSm80(EmulatedCudaBackend):
-    """For which caches of moderate size have many keys."""
+    """A chip with one multiprocessor, for which caches of moderate size have many keys."""
 
     name, limits = "cuda-sm80-single", CHIPS["A100"]._replace(num_sms=1)
 

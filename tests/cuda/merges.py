@@ -1,4 +1,4 @@
-"""Merges of parts, for the emulator and for GPUs: what they are called with, and what must come out."""
+"""Merges of parts, for the emulator and for GPUs: their arguments and expected results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fastattention.testing.oracle import largest_error
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 Merger = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
-# Besides rounding: lse and weights come from exp2 and log2 as fast as a GPU has them.
+# Besides rounding, lse and weights have the errors of a GPU's fast exp2 and log2.
 TOLERANCE = 2**-20
 
 
 class MergeCase(NamedTuple):
-    """Parts of one shape; how each lies in memory, in turns."""
+    """Parts of one shape, with memory layouts in turn."""
 
     name: str
     num_parts: int
@@ -30,7 +30,7 @@ class MergeCase(NamedTuple):
     memory_lse: tuple[Memory, ...] = ("contiguous",)
 
     def parts(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Always the same numbers; one row in four of a part has no keys and NaN, as has all memory around."""
+        """Parts with the same values each time. A quarter of the rows have no keys and hold NaN, like memory around."""
         generator = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
         *batch, tokens, nheads, _ = self.out_shape
         outs, lses = [], []

@@ -16,7 +16,7 @@ NONE, WARP, CTA = 0, 1, 2  # barriers
 
 
 class Arguments(ctypes.Structure):
-    """Of every probe, as in probes.hpp."""
+    """The arguments of every probe, as in probes.hpp."""
 
     _fields_: ClassVar = [
         ("input", ctypes.c_void_p),
@@ -29,7 +29,7 @@ class Arguments(ctypes.Structure):
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
-    """Of a source file next to this one."""
+    """The library of a source file next to this one."""
     return ctypes.CDLL(str(emulator.build(name, Path(__file__).parent / f"{name}.cpp")))
 
 

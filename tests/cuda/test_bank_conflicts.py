@@ -22,7 +22,7 @@ Counts = dict[str, Wavefronts]
 
 
 def wavefronts(backend: EmulatedCudaBackend, problem: Problem, inputs: Inputs) -> Counts:
-    """Of a call of one kernel, or of the last: that of attention."""
+    """Wavefronts of a call's last kernel, that of attention."""
     backend.forward(problem, inputs)
     report = backend.reports[-1]
     return {kind: getattr(report, kind) for kind in KINDS}
@@ -31,7 +31,7 @@ def wavefronts(backend: EmulatedCudaBackend, problem: Problem, inputs: Inputs) -
 def of_forward(
     backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen_k: int, qk_dtype: str | None = None
 ) -> Counts:
-    """Of a call whose tiles are all full."""
+    """Wavefronts of a forward whose tiles are all full."""
     q = torch.randn(1, seqlen_q, 1, headdim, dtype=torch.float16)
     k = torch.randn(1, seqlen_k, 1, headdim, dtype=torch.float16)
     return wavefronts(backend, *prepare_dense(q, k, k, options=Options(qk_dtype=qk_dtype)))
@@ -40,7 +40,7 @@ def of_forward(
 def of_decode(
     backend: EmulatedCudaBackend, headdim: int, rows: int, seqlen_k: int, cache: torch.dtype = torch.float16
 ) -> Counts:
-    """Of a decode by one CTA, with as many heads of queries as a tile has rows."""
+    """Wavefronts of a decode by one CTA, with as many heads of queries as a tile has rows."""
     q = torch.randn(1, 1, rows, headdim, dtype=torch.float16)
     k, scale = torch.randn(1, CAPACITY, 1, headdim).half(), None
     if cache is not torch.float16:
@@ -50,7 +50,7 @@ def of_decode(
 
 
 def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:
-    """What more keys take, which is nothing but the main loop."""
+    """Compares runs with more and fewer keys, whose difference is only the main loop."""
     counted = {kind: more[kind].counted - less[kind].counted for kind in KINDS}
     ideal = {kind: more[kind].ideal - less[kind].ideal for kind in KINDS}
     assert counted == ideal
@@ -77,14 +77,14 @@ def test_main_loop_of_int8_products_has_no_bank_conflicts(backend: EmulatedCudaB
 
 
 def of_backward(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen_k: int, gradients: str) -> Counts:
-    """Of the kernel that computes some gradients of a call whose tiles are all full."""
+    """Wavefronts of the kernel that computes some gradients of a call whose tiles are all full."""
     q, k = (torch.randn(1, n, 1, headdim, dtype=torch.float16) for n in (seqlen_q, seqlen_k))
     problem, inputs = prepare_dense(q, k, k, options=Options())
     problem = replace(problem, grads=tuple(gradients))
     result = backend.forward(problem, inputs)
     backend.reports.clear()
     backend.backward(problem, inputs, result, OutputGradients(torch.randn_like(result.out), None))
-    return {kind: getattr(backend.reports[1], kind) for kind in KINDS}  # the first is that of delta
+    return {kind: getattr(backend.reports[1], kind) for kind in KINDS}  # the first report is that of delta
 
 
 @sampled
@@ -118,7 +118,7 @@ def test_the_main_loop_of_a_decode_has_no_bank_conflicts(backend: EmulatedCudaBa
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 def test_nor_has_it_with_a_quantized_cache(cache: torch.dtype, headdim: int) -> None:
-    """Of few rows, whose queries are in registers: those of more are read with conflicts, two lanes a bank."""
+    """Few rows have their queries in registers. Queries of more rows are read with conflicts, two lanes a bank."""
     backend = emulator.EmulatedSm80()
     less, more = (of_decode(backend, headdim, 16, seqlen_k, cache) for seqlen_k in (CAPACITY // 2, CAPACITY))
     assert_main_loop_has_no_conflicts(less, more)

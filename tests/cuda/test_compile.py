@@ -44,11 +44,11 @@ pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 @pytest.fixture
 def headdims(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    """Below the deep tier that of most models."""
+    """Head dimensions; below the deep tier, only that of most models."""
     return HEADDIMS if tier_of(request.config) is Tier.DEEP else (128,)
 
 
-# Decodes are many. Those of head dimensions in between, of the other dtype and of float8 take no more. The emulator
+# There are many decodes. Other head dimensions, the other dtype and float8 take no more registers. The emulator
 # compiles all.
 DECODED = (Feature.PLAIN, Feature.PAGED, Feature.INT8)
 
@@ -79,13 +79,13 @@ def spills(usages: list[Any]) -> dict[str, int]:
     return {usage.kernel.name: usage.spill_bytes for usage in usages if usage.spill_bytes}
 
 
-# Up to which head dimension kernels spill no register. Where pages lie is read once a tile, and may be spilled. On a
-# V100 decodes read a few spilled words once a tile, and most of them outside of the main loop.
+# Head dimension up to which kernels spill no register. Page indices are read once a tile, and may be spilled. On a V100
+# decodes read a few spilled words once a tile, most of them outside the main loop.
 FORWARDS_SPILL_NOTHING = {"V100": 256, "T4": 192, "A100": 256, "RTX 3090": 256}
 DECODES_SPILL_NOTHING = {"P100": 128, "T4": 128, "A100": 128, "RTX 3090": 128}
 MOST_FOR_PAGES = 48  # bytes
-MOST_OF_PRODUCTS = 48  # bytes, in int8: each row has a factor of its own
-MOST_OF_TRAINING = 128  # bytes, of backwards and dropout up to headdim 128: gradients of rows leave few registers
+MOST_OF_PRODUCTS = 48  # bytes, for int8: each row has a factor of its own
+MOST_OF_TRAINING = 128  # bytes, for backwards and dropout up to headdim 128: gradients of rows take most registers
 EVERY_CHIP = [pytest.param(chip, marks=() if chip == "V100" else deep) for chip in kernel_resources.CHIP_NAMES]
 
 
@@ -140,7 +140,7 @@ def test_a_step_of_linear_attention_spills_nothing(kernel: Variant, chip: str) -
 
 
 def test_bulk_copies_compile_from_hopper_on() -> None:
-    """An error before, rather than machine code without them."""
+    """Older targets give an error, rather than machine code without them."""
     kernel = AllReduceConfig(torch.float16, 4, bulk_copies=True)
     for target in (80, 89):
         with pytest.raises(CompileError, match=rf"{kernel.name} does not compile for sm_{target}"):
@@ -183,7 +183,7 @@ def test_the_table_has_the_first_entry_and_the_spills_of_all() -> None:
     ids=["forward", "decode", "append", "merge", "all_reduce"],
 )
 def test_machine_code_is_of_the_kernel(kernel: Variant) -> None:
-    """And the compiler has nothing to say about it."""
+    """The compiler also gives no warning."""
     cubin = compiler.compile_kernel(kernel, 75)
     assert cubin.code.startswith(b"\x7fELF")
     assert all(entry.name.encode() in cubin.code for entry in kernel.entries)

@@ -20,7 +20,7 @@ pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
-    """Of calls with few sequences, and with many, whose gates have the dtype of the call."""
+    """Kernels of calls with few sequences, and with many, whose gates have the dtype of the call."""
     limits = CHIPS[chip]
     dtype = torch.bfloat16 if limits.arch >= 80 else torch.float16
     for batch_size, gate_dtype in ((1, torch.float32), (128, None)):

@@ -1,4 +1,4 @@
-"""Prefill that goes to cuDNN by itself, on a GPU that has it; skipped elsewhere."""
+"""Prefill that is sent to cuDNN automatically, on a GPU that has it; skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys(
 
 
 class CudnnEngine(GpuEngine):
-    """The sdpa backend on the first GPU, for calls that go to cuDNN when even the smallest do."""
+    """The sdpa backend on the first GPU, for calls that cuDNN serves, with the threshold lowered to the smallest."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -118,7 +118,7 @@ def test_any_strides_give_what_contiguous_tensors_give(
 
 
 def test_a_shape_that_is_new_can_be_captured() -> None:
-    """cuDNN builds its plan meanwhile."""
+    """cuDNN builds its plan during the capture."""
     q, k, v = (torch.randn(1, 4099, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     assert explain(q, k, v, causal=True).backend == "sdpa"
     graph = torch.cuda.CUDAGraph()

@@ -114,7 +114,7 @@ def _tensors(device: str = "cuda:0") -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def checked_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers in tensors are checked, except where a graph is captured or the device is to notice by itself."""
+    """Values of tensors are checked, except where a graph is captured or the device must notice by itself."""
     if request.node.get_closest_marker("unchecked") is None:
         monkeypatch.setenv("FASTATTENTION_CHECK_NUMBERS", "1")
 
@@ -134,7 +134,7 @@ class Decoding(NamedTuple):
     """A decode step: one new token for each of three sequences of uneven length."""
 
     arguments: dict[str, Any]
-    new: tuple[Tensor, Tensor, Tensor]  # what q, k and v are at each step
+    new: tuple[Tensor, Tensor, Tensor]  # q, k and v at each step
 
     def step(self) -> Tensor:
         out: Tensor = fast_attn_with_kvcache(**self.arguments, backend="cuda")
@@ -277,7 +277,7 @@ def test_two_gpus_of_one_process_agree() -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Keys of the last head lie more than 2^31 elements behind those of the first."""
+    """Keys of the last head lie more than 2^31 elements after those of the first."""
     free, _ = torch.cuda.mem_get_info()
     nheads, seqlen, headdim = 3, 1 << 24, 64
     if free < 3 * 2 * nheads * seqlen * headdim:
@@ -291,7 +291,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def _merge_on_device(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """By the kernel, from memory as on the CPU."""
+    """Merges by the kernel, from memory laid out as on the CPU."""
     problem = MergeProblem(outs[0].shape, outs[0].dtype, torch.device("cuda", 0), needs_grad=False)
     assert select_merging_backend(problem).name == "cuda"
     out, lse = merge_attn_states([_copied(out) for out in outs], [_copied(lse) for lse in lses])
@@ -299,7 +299,7 @@ def _merge_on_device(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Te
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """On the GPU, with its strides, and NaN around it as on the CPU."""
+    """A copy on the GPU, with its strides, and NaN around it as on the CPU."""
     memory = tensor if tensor._base is None else tensor._base
     return memory.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -346,7 +346,7 @@ def test_rows_behind_the_last_sequence_see_no_keys(backend: str, longest: int) -
     q = torch.randn(longest + 8, 2, 32, device="cuda", dtype=torch.float16)
     k = torch.randn(70, 2, 32, device="cuda", dtype=torch.float16)
     cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, 1, n], dtype=torch.int32, device="cuda") for n in (longest + 1, 70))
-    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
         out, lse = fast_attn_varlen_func(
             q, k, k, cu_seqlens_q, cu_seqlens_k, longest, 69, return_lse=True, backend=backend
@@ -360,7 +360,7 @@ def test_rows_behind_the_last_sequence_see_no_keys(backend: str, longest: int) -
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_fake_tensor_among_others_is_refused(name: str) -> None:
-    """Of a fake key a kernel once returned garbage."""
+    """A kernel once returned garbage for a fake key."""
     q, k, v = _tensors()
     fake = FakeTensorMode().from_tensor(k)
     with pytest.raises(ArgumentError, match=f"{name} is a fake tensor"):
@@ -368,7 +368,7 @@ def test_a_fake_tensor_among_others_is_refused(name: str) -> None:
 
 
 def test_a_thread_without_a_context_gets_one() -> None:
-    """As autograd's, whose memory comes from torch's cache: kernels are the first that need one."""
+    """Autograd's threads have none: their memory comes from torch's cache, so kernels are the first to need one."""
     q, k, v = _tensors()
     expected = fast_attn_func(q, k, v, backend="cuda")
     del expected  # its memory is the cache's
@@ -394,7 +394,7 @@ def test_a_thread_without_a_context_gets_one() -> None:
 @pytest.mark.unchecked
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_float32_calls_read_lengths_and_check_them() -> None:
-    """Which sdpa serves: torch's kernels would end the process."""
+    """sdpa serves them, and torch's kernels would end the process."""
     caches = [torch.zeros(8, 16, 2, 16, device="cuda") for _ in range(2)]
     q, k = torch.randn(2, 1, 4, 16, device="cuda"), torch.randn(2, 1, 2, 16, device="cuda")
     table = torch.tensor([[0, 1], [3, 3]], dtype=torch.int32, device="cuda")

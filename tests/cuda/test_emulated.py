@@ -38,7 +38,7 @@ from fastattention.testing.case import Case, KvCacheCase
 
 
 class EmulatedEngine(RegisteredEngine):
-    """One of the emulator's backends."""
+    """An engine for one of the emulator's backends."""
 
     @property
     def registered(self) -> dict[str, str]:
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
     @property
     def is_refused(self) -> bool:
-        """Products in int8, by kernels that have none of them."""
+        """Whether the run needs int8 products that its kernels lack."""
         return self.case.qk_dtype is not None and self.backend().why_not(problem_of(self.case, self.dtype)) is not None
 
     @property
@@ -103,7 +103,7 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
     ran = {variant for run in RUNS if run.backend is backend for variant in variants_for(run)}
     wanted = [kernel for kernel in variants_of(backend.limits) if isinstance(kernel, KernelConfig | AppendConfig)]
     assert [kernel.name for kernel in wanted if not decodes(kernel) and kernel not in ran] == []
-    # Of decodes every tile, every head dimension, and every combination of features, though not all of them together.
+    # Decodes cover every tile, every head dimension, and every combination of features, but not their whole product.
     for part in (tile_of, headdim_of, features_of):
         missing = {part(kernel) for kernel in wanted if decodes(kernel)} - {
             part(kernel) for kernel in ran if decodes(kernel)
@@ -231,7 +231,7 @@ def test_bfloat16_beyond_float16_is_refused_on_request(monkeypatch: pytest.Monke
 def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone(
     backend: type[EmulatedCudaBackend], seqlen_q: int
 ) -> None:
-    """On a GPU nobody looks at lengths before the kernels do. Too short rotary tables leave no room either."""
+    """On a GPU lengths are not checked before the kernels run. Rotary tables that are too short limit the room too."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, seqlen_q, heads, 32, generator=generator).half() for heads in (4, 2, 2))
     caches = [torch.randn(4, 90, 2, 32, generator=generator).half() for _ in range(2)]
@@ -277,7 +277,7 @@ def test_the_last_heads_that_start_together_may_be_fewer() -> None:
 
 @pytest.mark.parametrize("stored", LARGEST_STORED, ids=["int8", "float8"])
 def test_numbers_between_two_stored_ones_are_rounded_to_even(stored: torch.dtype) -> None:
-    """The largest number of each row makes its scale 1, so that all others are ties."""
+    """The largest value of each row makes its scale 1, so that all others are ties."""
     largest = LARGEST_STORED[stored]
     grid = torch.arange(127, dtype=torch.uint8).view(stored).float()  # what can be stored, from 0 on, without NaN
     ties = torch.nn.functional.pad((grid[1:] + grid[:-1]) / 2, (1, 1), value=largest).clamp(max=largest)
@@ -302,7 +302,7 @@ def assert_right_alone(
     out: torch.Tensor,
     sequences: list[int],
 ) -> None:
-    """Sequences of a call have the results that they have in a call of their own, up to rounding."""
+    """Asserts that sequences of a call have the results of a call of their own, up to rounding."""
     alone = KvCacheArguments(
         *(
             cut[sequences].clone() if cut is not None and len(cut) == len(arguments.q) else cut

@@ -11,7 +11,7 @@ from tiers import sampled
 
 from fastattention.distributed.transports.all_reduce import DTYPES, MOST_RANKS, PACKET_BYTES, WARPS, AllReduceConfig
 
-PACKETS_OF_CTA = 32 * WARPS  # that it takes at once
+PACKETS_OF_CTA = 32 * WARPS  # packets that it takes at once
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_size = pytest.mark.parametrize("num_ranks", range(2, MOST_RANKS + 1))
@@ -20,7 +20,7 @@ every_way = pytest.mark.parametrize("bulk_copies", [False, True], ids=["register
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> None:
-    """Of what is drawn here, and of numbers."""
+    """Seeds the order of execution and the values."""
     random.seed(request.node.name)
     torch.manual_seed(random.getrandbits(32))
 
@@ -36,7 +36,7 @@ def assert_right(config: AllReduceConfig, calls: list[Call], first_step: int = 0
 @every_size
 @every_way
 def test_calls_of_all_sizes_one_after_the_other(dtype: torch.dtype, num_ranks: int, bulk_copies: bool) -> None:
-    """Through the same memory and flags, by changing numbers of CTAs, to results that begin anywhere."""
+    """Calls use the same memory and flags, different numbers of CTAs, and results at any offset."""
     of_packet = PACKET_BYTES // dtype.itemsize
     counts = [1, 2, num_ranks - 1, of_packet - 1, of_packet + 1, 133, 777, 1001, 2500, 4100]
     calls = [
@@ -53,7 +53,7 @@ def test_calls_of_all_sizes_one_after_the_other(dtype: torch.dtype, num_ranks: i
 @every_size
 @every_way
 def test_every_cta_takes_many_chunks(dtype: torch.dtype, num_ranks: int, bulk_copies: bool) -> None:
-    """More than there are stages of shared memory, so that stages and the phases of their counters come again."""
+    """There are more chunks than stages of shared memory, so stages and the phases of their counters are reused."""
     of_cta = PACKETS_OF_CTA * PACKET_BYTES // dtype.itemsize
     of_all = num_ranks * of_cta
     many = (2 * (24 // num_ranks) + 1) * of_all + random.randint(1, of_all)

@@ -62,7 +62,7 @@ every_backend = pytest.mark.parametrize("backend", emulator.EMULATED, ids=[b.nam
 def test_rows_that_a_finite_mask_hides_have_the_gradients_of_equal_weights(
     backend: type[EmulatedCudaBackend], lowest: float
 ) -> None:
-    """Whose lse cannot say how many keys there are."""
+    """The lse of such rows does not tell the number of keys."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 16, generator=generator).half().requires_grad_() for n in (3, 40, 40))
     mask = torch.zeros(3, 40)
@@ -94,7 +94,7 @@ def test_a_finite_mask_hides_rows_of_kept_blocks_alone(backend: type[EmulatedCud
 def test_gradients_of_bfloat16_neither_vanish_nor_overflow_in_float16(
     backend: type[EmulatedCudaBackend], of_out: float
 ) -> None:
-    """As small and as large as bfloat16 has them, from out and from lse, which need not be alike."""
+    """Gradients are as small and as large as bfloat16 allows, from out and from lse, which may differ."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 20, 1, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3))
     weights = torch.randn(q.shape, generator=generator).bfloat16() * of_out
@@ -113,7 +113,7 @@ def test_gradients_of_bfloat16_neither_vanish_nor_overflow_in_float16(
 
 @every_backend
 def test_a_sink_of_minus_infinity_has_no_gradient(backend: type[EmulatedCudaBackend]) -> None:
-    """Beside rows that see no key either."""
+    """The batch also has rows without keys."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 2, 32, generator=generator).half() for n in (5, 2, 2))
     sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)

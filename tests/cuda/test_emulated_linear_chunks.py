@@ -115,7 +115,7 @@ def test_chunks_are_as_exact_as_the_recurrence(case: LinearCase, chip: str, dtyp
 
 
 def sliced(tensor: Tensor) -> Tensor:
-    """The same numbers at odd addresses, in rows of an odd length."""
+    """The same values at odd addresses, in rows of an odd length."""
     wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
     wide[..., 1:-2] = tensor
     return wide[..., 1:-2]
@@ -145,7 +145,7 @@ def test_order_of_ctas_and_warps_changes_nothing(rule: str) -> None:
 
 
 def test_a_key_of_zeros_writes_nothing() -> None:
-    """Whatever its value: in float16 a value times the inverse of its length, 1000, would be infinite."""
+    """This holds for any value: in float16 a value times the inverse of its length, 1000, would be infinite."""
     case = LinearCase(seqlen=70, gates=1e-4)
     given = case.tensors(torch.float16)
     given.k[:, 10] = 0
@@ -157,7 +157,7 @@ def test_a_key_of_zeros_writes_nothing() -> None:
 @pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"], ids=["32-tokens", "64-tokens"])
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 def test_a_gate_may_forget_everything(rule: str, chip: str) -> None:
-    """Gates of 0, within and at the borders of the parts whose products are formed first."""
+    """Gates are 0, within and at the borders of the parts whose products are formed first."""
     case = LinearCase(rule, seqlen=130, initial_state=True)
     given = case.tensors(torch.float16)
     given.g[:, [5, 15, 16, 40, 63, 64, 65, 111]] = -torch.inf
@@ -166,7 +166,7 @@ def test_a_gate_may_forget_everything(rule: str, chip: str) -> None:
 
 
 def test_updates_may_grow_within_a_chunk() -> None:
-    """Keys that are all alike make numbers of the inverse that do not decay with the distance of tokens."""
+    """With equal keys, elements of the inverse do not decay with the distance of tokens."""
     case = LinearCase(seqlen=128, gates=1e-3)
     given = case.tensors(torch.float16)
     given.k[:] = given.k[:, :1] + 0.1 * given.k
@@ -175,7 +175,7 @@ def test_updates_may_grow_within_a_chunk() -> None:
 
 
 def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> dict[str, Wavefronts]:
-    """That one of the kernels takes for one chunk more, whose tokens all exist."""
+    """Wavefronts of one of the kernels for one more full chunk."""
 
     def count(chunks: int) -> Report:
         case = LinearCase(rule, seqlen=64 * chunks, nheads=1, nheads_k=1, headdim_k=headdim, headdim_v=headdim)
@@ -199,7 +199,7 @@ def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> di
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("chip", ["cuda-sm70", "cuda-sm75", "cuda-sm80"])
 def test_main_loops_have_few_bank_conflicts(chip: str, rule: str, headdim: int, kernel: int) -> None:
-    """Operands have none. Values, which change their axes on the way, and copies of few columns of v have some."""
+    """Operands have no conflicts. Values, which are transposed, and copies of few columns of v have some."""
     found = wavefronts_of_a_chunk(kernel, chip, headdim, rule)
     assert found["matrices"].counted == found["matrices"].ideal
     counted, ideal = (sum(getattr(kind, name) for kind in found.values()) for name in ("counted", "ideal"))
@@ -212,7 +212,7 @@ def test_main_loops_have_few_bank_conflicts(chip: str, rule: str, headdim: int, 
     [("H100", 1, 16), ("H100", 2, 32), ("H100", 8, 64), ("A100", 8, 64), ("V100", 1, 32), ("V100", 8, 64)],
 )
 def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_size: int, columns: int) -> None:
-    """Of many heads a CTA has more columns, as many as shared memory holds with chunks of the same length."""
+    """With many heads a CTA has more columns, as many as shared memory holds with chunks of the same length."""
     case = LinearCase("delta", batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=128, headdim_v=128)
     problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
     kernels = choose_chunk_kernels(problem, CHIPS[chip].arch, CHIPS[chip])
@@ -236,7 +236,7 @@ def test_few_heads_share_out_key_dimensions_without_the_delta_rule(rule: str) ->
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"])
 def test_preparation_has_few_bank_conflicts(chip: str, rule: str, headdim: int) -> None:
-    """Those there are, are of products of gates and of stores."""
+    """The remaining conflicts come from products of gates and from stores."""
     found = wavefronts_of_a_chunk(0, chip, headdim, rule)
     assert found["matrices"].counted == found["matrices"].ideal
     counted, ideal = (sum(getattr(kind, name) for kind in found.values()) for name in ("counted", "ideal"))
@@ -259,7 +259,7 @@ def test_kernels_fit_every_chip(chip: str, rule: str) -> None:
 
 
 def test_bfloat16_beyond_float16_is_refused_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On code paths that compute in float16."""
+    """Tests code paths that compute in float16."""
     case = CASES["delta-plain"]
     problem, inputs = prepare(case.tensors(torch.bfloat16), case.options(chunked=True))
     inputs.v[0, 3] = 1e6

@@ -20,7 +20,7 @@ from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProbl
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase
 
-# Tiles are wide where they give every multiprocessor a CTA. Nothing else differs among GPUs: there is one code path.
+# Tiles are wide where there is a CTA for every multiprocessor. Nothing else differs among GPUs: there is one code path.
 SMS = {"wide": 1, "narrow": 1000}
 
 

@@ -1,4 +1,4 @@
-"""The kernel that merges parts, emulated: any number, shape and memory of parts, and who calls it."""
+"""The kernel that merges parts, emulated: any number, shape and memory of parts, and its callers."""
 
 from __future__ import annotations
 

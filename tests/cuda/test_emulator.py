@@ -20,7 +20,7 @@ LANES = np.arange(32)
 
 
 def test_every_intrinsic_is_emulated() -> None:
-    """Otherwise a kernel that nothing here runs may use one that is not."""
+    """Otherwise a kernel that no test runs might use a missing one."""
 
     def functions(path: Path) -> set[str]:
         text = path.read_text()
@@ -37,7 +37,7 @@ def test_every_intrinsic_is_emulated() -> None:
 
 
 def random_halves(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Random numbers of a 16-bit type: as float64, and their bits."""
+    """Random values of a 16-bit type: as float64, and their bits."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return x.double().numpy(), x.view(torch.int16).numpy().view(np.uint16)
 
@@ -167,7 +167,7 @@ RACES = ["write_then_read", "read_then_write", "write_then_write", "copy_then_re
     [(3, 7, NONE), (7, 3, NONE), (3, 40, NONE), (40, 3, NONE), (3, 40, WARP), (40, 3, WARP)],
 )
 def test_a_race_is_found(name: str, first: int, second: int, barrier: int) -> None:
-    """In whichever order the two threads happen to run, and when only the barrier of one warp is between them."""
+    """It is found for either order of the two threads, and with only the barrier of one warp between them."""
     with pytest.raises(EmulatorError, match=rf"thread ({first}|{second}) .*shared memory at 1024"):
         probe(name, first=first, second=second, barrier=barrier)
 
@@ -218,7 +218,7 @@ def test_an_error_says_which_kernel_and_block() -> None:
 
 
 def turns(num_ctas: int) -> list[list[int]]:
-    """When each warp of each CTA has run."""
+    """The turns in which each warp of each CTA ran."""
     out = aligned(np.zeros(1 + 2 * num_ctas, np.int32))
     probe("take_turns", target=out, num_ctas=num_ctas)
     assert out[0] == 2 * num_ctas

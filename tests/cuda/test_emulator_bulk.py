@@ -1,4 +1,4 @@
-"""The emulator's bulk copies and flags: what they do, and each detector on a kernel with one fault."""
+"""The emulator's bulk copies and flags, and each detector on a kernel with one fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THREADS = [(0, 1), (3, 40), (40, 3), (63, 0)]
 
 @pytest.mark.parametrize("first", [0, 5, 31, 63])
 def test_every_thread_sees_what_has_come_in_every_phase(first: int) -> None:
-    """Whether it waits before or after the thread that copies has asked for it."""
+    """A thread may wait before or after the copying thread starts the copy."""
     source = aligned(np.random.default_rng(first).integers(0, 1 << 32, (5, 16), np.uint32))
     out = aligned(np.zeros((5, 64), np.uint32))
     probe("phases", source, out, first=first)

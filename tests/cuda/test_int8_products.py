@@ -1,4 +1,4 @@
-"""Products in int8 on emulated GPUs: numbers that are not finite, and what of a call the kernels ask for."""
+"""int8 products on emulated GPUs: values that are not finite, and the parameters that calls give to kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = pytest.mark.parametrize(
 
 
 def causal_call(seqlen: int, *, seqlen_k: int | None = None, return_lse: bool = False) -> tuple[Problem, Inputs]:
-    """Of one head, each of whose queries sees the keys up to its own."""
+    """A call of one head, each of whose queries sees the keys up to its own."""
     generator = torch.Generator().manual_seed(0)
     lengths = seqlen, seqlen_k or seqlen, seqlen_k or seqlen
     q, k, v = (torch.randn(1, length, 1, 32, generator=generator).half() for length in lengths)
@@ -27,7 +27,7 @@ def causal_call(seqlen: int, *, seqlen_k: int | None = None, return_lse: bool = 
 
 
 def nan_rows(out: Tensor) -> list[bool]:
-    """Of the one head."""
+    """Whether each row of the one head has a NaN."""
     return out[0, :, 0].isnan().any(dim=-1).tolist()
 
 
@@ -54,7 +54,7 @@ def test_a_query_that_is_not_finite_and_sees_no_key_gives_nothing(backend: Emula
 @BACKENDS
 @pytest.mark.parametrize("first", [0, 1], ids=["aligned_first", "aligned_last"])
 def test_values_may_be_aligned_in_one_call_and_not_in_another(backend: EmulatedCudaBackend, first: int) -> None:
-    """Of one signature: a copy has other strides."""
+    """Both calls have one signature, but a copy has other strides."""
     problem, inputs = causal_call(70)
     memory = torch.randn(1 + 70 * 100, generator=torch.Generator().manual_seed(1)).half()
     for offset in (first, 1 - first):
@@ -76,7 +76,7 @@ def test_a_key_that_is_not_finite_spoils_the_rows_that_see_its_group(
 
 @BACKENDS
 def test_products_with_the_mean_are_computed_where_lse_shows_them(backend: EmulatedCudaBackend) -> None:
-    """Only then: out is the same without."""
+    """They are computed only then: out is the same without."""
     problem, inputs = causal_call(130)
     inputs = inputs._replace(k=inputs.k + 5.0)
     with_lse = backend.forward(*causal_call(130, return_lse=True))
@@ -91,10 +91,10 @@ def test_products_with_the_mean_are_computed_where_lse_shows_them(backend: Emula
 @BACKENDS
 @pytest.mark.parametrize("seqlen", [3, 7, 11, 49, 99])
 def test_a_mean_half_way_between_two_bfloat16_is_rounded_to_even(backend: EmulatedCudaBackend, seqlen: int) -> None:
-    """As the formula does it: sums of keys are exact."""
+    """The formula does the same, and sums of keys are exact."""
     problem, inputs = causal_call(seqlen, return_lse=True)
     half_way = 1.0 + 2.0**-8 + 2.0**-7 * torch.arange(32)
-    # In steps of 2^-9, which float16 holds up to 2.
+    # Values are multiples of 2^-9, which float16 holds up to 2.
     deviations = (64.0 * inputs.k[0, : seqlen // 2, 0].float()).round().clamp(-200.0, 200.0) * 2.0**-9
     pairs = torch.cat((half_way + deviations, half_way - deviations, half_way.expand(1, 32)))
     k = pairs.half()[None, :, None]

@@ -46,7 +46,7 @@ def test_results_are_right_and_repeat(
     if (reason := backend.why_not(problem)) is not None:
         pytest.skip(reason)
     call = backend.plan(problem, inputs)
-    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
         result, again = call(inputs), call(inputs)
     finally:
@@ -72,7 +72,7 @@ FUNCTIONS = {"delta": recurrent_gated_delta_rule, "head": recurrent_gla, "key": 
 @pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
 @pytest.mark.parametrize("rule", FUNCTIONS)
 def test_a_captured_decode_replays_with_new_numbers(rule: str, varlen: bool) -> None:
-    """And with the state of the step before, as models do it."""
+    """It also reads the state of the step before, as in models."""
     shape: dict[str, Any] = {"seqlens": (1, 1, 1)} if varlen else {"batch_size": 3}
     case = LinearCase(rule, seqlen=1, headdim_k=128, headdim_v=128, initial_state=True, **shape)
     inputs = case.tensors(torch.bfloat16, "cuda")

@@ -1,4 +1,4 @@
-"""Parameters that a call has from one before it: all that they depend on is in what they are found by."""
+"""Cached parameters of calls: their key covers everything that they depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAPACITY = 90
 
 
 def narrowed(backend: CudaBackend, seed: int) -> tuple[Tensor, Tensor]:
-    """Attention to 60 columns of tensors that have 64, and what it should be."""
+    """Attention to 60 columns of tensors that have 64, and the exact result."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, 8, 2, 64, generator=generator).half()[..., :60] for _ in range(3))
     problem, inputs = prepare_dense(q, k, v, Options())
@@ -36,7 +36,7 @@ def test_columns_of_wider_rows_are_padded_in_every_call() -> None:
 
 
 def with_tables_of(backend: CudaBackend, rows: int, length: int) -> Tensor:
-    """A token that is appended behind so many others and rotated by tables of so many rows."""
+    """A token that is appended after `length` others and rotated by tables of `rows` rows."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 1, heads, 32, generator=generator).half() for heads in (4, 2, 2))
     caches = [torch.randn(1, CAPACITY, 2, 32, generator=generator).half() for _ in range(2)]
@@ -50,7 +50,7 @@ def with_tables_of(backend: CudaBackend, rows: int, length: int) -> Tensor:
 
 @pytest.mark.parametrize("before", [32, CAPACITY])
 def test_tables_may_grow_and_shrink_from_call_to_call(before: int) -> None:
-    """Beyond a table there are no angles, and the row is NaN."""
+    """A position beyond the table has no angle, and the row is NaN."""
     backend = EmulatedSm80()
     assert with_tables_of(backend, before, 20).isfinite().all()
     assert torch.equal(with_tables_of(backend, CAPACITY, 60), with_tables_of(EmulatedSm80(), CAPACITY, 60))
@@ -60,7 +60,7 @@ def test_tables_may_grow_and_shrink_from_call_to_call(before: int) -> None:
 
 @pytest.mark.parametrize("name", ["cache_leftpad", "cache_batch_idx"])
 def test_a_tensor_more_is_another_call(name: str) -> None:
-    """Of the same problem: neither is in it."""
+    """Both calls have the same problem, which contains neither tensor."""
     q, cache = torch.randn(2, 1, 4, 32).half(), torch.randn(2, CAPACITY, 2, 32).half()
     lengths, indices = torch.tensor([40, 9], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
     plain = prepare_kvcache(KvCacheArguments(q, cache, cache, cache_seqlens=lengths), Options())
@@ -74,7 +74,7 @@ def test_a_tensor_more_is_another_call(name: str) -> None:
 
 
 def test_values_that_leave_the_keys_are_read_where_they_are() -> None:
-    """Latent attention has kernels of its own, and the calls have one problem and one set of strides."""
+    """Latent attention has kernels of its own, though both calls have the same problem and strides."""
     q, keys = torch.randn(1, 1, 16, 288).half(), torch.randn(1, CAPACITY, 1, 288).half()
     others = torch.randn_like(keys)
     lengths = torch.tensor([CAPACITY], dtype=torch.int32)
@@ -92,7 +92,7 @@ def test_values_that_leave_the_keys_are_read_where_they_are() -> None:
 
 
 def test_a_plan_copies_what_is_not_aligned_in_every_call() -> None:
-    """Memory of the same strides may begin anywhere."""
+    """Memory with the same strides may begin anywhere."""
     generator = torch.Generator().manual_seed(2)
     memory = [torch.randn(1 + 8 * 2 * 32, generator=generator).half() for _ in range(3)]
     backend = EmulatedSm80()

@@ -15,7 +15,7 @@ from distributed.team import GPU_PATIENCE, MOST_GPUS, Team
 
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    """Four ranks that stay."""
+    """Four ranks that all tests share."""
     with closing(Team(4, tmp_path_factory.mktemp("team"))) as ranks:
         yield ranks
 
@@ -29,7 +29,7 @@ def new_team(tmp_path: Path) -> Iterator[Callable[..., Team]]:
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Team]]:
-    """Ranks with a GPU each, which stay until one fails; a test after that gets others."""
+    """Ranks with a GPU each, which tests share until one fails; later tests get new ones."""
     with ExitStack() as ended:
         teams: list[Team] = []
 

@@ -17,18 +17,18 @@ from fastattention.distributed.transports.ring_order import shares_of
 from fastattention.distributed.transports.ring_product import RingProduct
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-AROUND = 16  # numbers before and behind a result, which stay what they are
+AROUND = 16  # elements before and after a result, which must not change
 
 
 class Call(NamedTuple):
-    """Rows of each block, and their numbers."""
+    """A call: rows of each block, and their values."""
 
     blocks: tuple[int, ...]
     hidden: int = 24
     dtype: torch.dtype = HALF
 
     def rows(self, kind: type[PeerToPeer]) -> tuple[int, ...]:
-        """Of blocks, which ring_product alone takes."""
+        """Rows of each block for ring_product; one block of all rows for others."""
         return self.blocks if kind is RingProduct else (sum(self.blocks),)
 
 
@@ -51,7 +51,7 @@ def part_of(rank: int, call: Call, number: int = 0) -> Tensor:
 
 
 def summed(host: Host, call: Call, number: int = 0) -> Tensor:
-    """In float32 in the order of the ranks, rounded once. In a ring from the rank after the owner, rounded by each."""
+    """The float32 sum in the order of ranks, rounded once. A ring starts after the owner, and each rank rounds."""
     parts = [part_of(rank, call, number) for rank in range(host.size)]
     if host.kind is not RingProduct:
         return reduce(torch.add, (part.float() for part in parts)).to(call.dtype)
@@ -74,7 +74,7 @@ def sum_on(
     fails_at: int | None = None,
     before: Callable[[int, Tensor], None] = lambda block, out: None,
 ) -> Tensor:
-    """One call, for which the host does not wait: what the stream of the compute then finds, with AROUND.
+    """Makes one call without waiting on the host, and returns what the compute stream then reads, with AROUND.
 
     fails_at: a block whose compute raises; before(block, result): called on the stream before it computes any of it.
     """
@@ -98,7 +98,7 @@ def sum_on(
 
 
 def check_all(ranks: Sequence[Sequence[Tensor]], host: Host, calls: Sequence[Call]) -> None:
-    """What streams have found of calls 0, 1, ... is the sum on all ranks, and nothing around it has been written."""
+    """Checks that streams have read the sums of calls 0, 1, ... on all ranks, and nothing around them was written."""
     for number, (call, *results) in enumerate(zip(calls, *ranks, strict=True)):
         expected = summed(host, call, number)
         for found in results:
@@ -108,7 +108,7 @@ def check_all(ranks: Sequence[Sequence[Tensor]], host: Host, calls: Sequence[Cal
 
 
 def check_calls(host: Host, calls: Sequence[Call], look: Callable[[Any], Any] = lambda transport: None) -> list[Any]:
-    """Calls one after the other are right on every rank. Returns what look(transport) did after each, by rank."""
+    """Checks that calls in a row are right on every rank. Returns look(transport) after each, by rank."""
 
     def task(transport: PeerToPeer, rank: int, stream: Stream) -> list[tuple[Tensor, Any]]:
         return [(sum_on(transport, rank, stream, call, number), look(transport)) for number, call in enumerate(calls)]
@@ -121,7 +121,7 @@ def check_calls(host: Host, calls: Sequence[Call], look: Callable[[Any], Any] = 
 def sum_on_two_streams(
     host: Host, transport: PeerToPeer, rank: int, call: Call, modes: Sequence[bool]
 ) -> Iterator[Tensor]:
-    """Calls one after the other on two streams in turn, in inference mode where `modes` say so."""
+    """Makes calls in a row on two streams in turn, in inference mode where `modes` say so."""
     streams = host.here.streams
     streams.insert(1, Stream())
     for number, is_inference in enumerate(modes):

@@ -1,8 +1,8 @@
-"""Fake GPUs: ranks are threads, and so are their streams, which run what transports enqueue as late as they may.
+"""Fake GPUs: ranks are threads, and so are their streams, which run enqueued operations as late as allowed.
 
-Memory is the process's own, so that all ranks reach it. Streams carry out operations in order and know nothing of each
-other but events and flags; each now and then stops for a while. The driver's copies and flags are done by ctypes, and
-so is the kernel of peer_kernel.
+Memory is the process's own, so that all ranks reach it. Streams carry out operations in order, and synchronize only by
+events and flags. Each pauses at times. The driver's copies and flags are done by ctypes, and so is the kernel of
+peer_kernel.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fastattention.distributed.transports.p2p_base import PeerToPeer
 from fastattention.gpu_runtime import module, streams
 from fastattention.gpu_runtime.chips import CHIPS
 
-PATIENCE = 20.0  # seconds until what waits is taken to wait for ever
+PATIENCE = 20.0  # seconds after which a wait counts as a hang
 _WRITE = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
 
 
 class Event:
-    """A point of a stream: where it was recorded last, when somebody begins to wait."""
+    """A point of a stream: the last record before a wait begins."""
 
     def __init__(self) -> None:
         self.happened = threading.Event()
@@ -64,8 +64,8 @@ class Stream:
         Stream.streams.append(self)
         self.cuda_stream = len(Stream.streams)
         self.error: Exception | None = None
-        self.is_stopped = False  # nothing more is carried out
-        self.kept: list[Tensor] = []  # what operations still use that a failed test has forgotten
+        self.is_stopped = False  # no more operations are carried out
+        self.kept: list[Tensor] = []  # tensors that operations may still use after a failed test
         self._operations: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._random = random.Random(self.cuda_stream)
         threading.Thread(target=self._serve, daemon=True).start()
@@ -106,7 +106,7 @@ def stream_of(handle: int) -> Stream:
 
 
 class Driver:
-    """What gpu_runtime/streams.py asks of the CUDA driver."""
+    """The functions of the CUDA driver that gpu_runtime/streams.py uses."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(driver, name)
@@ -172,7 +172,7 @@ def barrier(params: Params, num_ranks: int) -> None:
 
 
 class Launch(NamedTuple):
-    """Of the kernel by which peer_kernel sums."""
+    """A launch of the kernel of peer_kernel."""
 
     config: AllReduceConfig
     params: Params
@@ -180,9 +180,9 @@ class Launch(NamedTuple):
 
 
 class Host:
-    """The ranks of one host. `here` is what a thread knows of its own rank.
+    """The ranks of one host. `here` holds the state of a thread's own rank.
 
-    gpus: by rank or for all, of gpu_runtime/chips.py; timeout: of the group, in seconds.
+    gpus: chips of gpu_runtime/chips.py, by rank or for all; timeout: that of the group, in seconds.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Host:
         self._group: Any = SimpleNamespace(group_name="fake", _get_backend=lambda device: backend)
         self._barrier = threading.Barrier(size)
         self._given: list[Any] = [None] * size
-        self._taken: list[Tensor] = []  # kept, as streams may still use what is freed
+        self._taken: list[Tensor] = []  # kept, because streams may still use freed memory
 
     def synchronize(self, *_: object) -> None:
         for stream in self.here.streams:
@@ -207,23 +207,23 @@ class Host:
         return self.here.streams[-1]  # type: ignore[no-any-return]
 
     def gather(self, value: Any, _: object) -> list[Any]:
-        """What each rank gives."""
+        """The values of all ranks."""
         self._given[self.here.rank] = value
         self._barrier.wait(PATIENCE)
         values = list(self._given)
-        self._barrier.wait(PATIENCE)  # before anybody gives another
+        self._barrier.wait(PATIENCE)  # before any rank gives another
         return values
 
     def rendezvous(self, memory: Tensor, group: object) -> SimpleNamespace:
         return SimpleNamespace(buffer_ptrs=self.gather(memory.data_ptr(), group), memory=memory)
 
     def take(self, nbytes: int, **like: Any) -> Tensor:
-        """Memory full of what nobody has written: NaN as floats."""
+        """Memory of NaN bits, as if unwritten."""
         self._taken.append(torch.empty(nbytes, **like).fill_(0xFF))
         return self._taken[-1]
 
     def load_kernel(self, config: AllReduceConfig, _: object) -> SimpleNamespace:
-        """With its function, whose parameters are copied before a launch returns."""
+        """A kernel with its function, whose parameters are copied before a launch returns."""
 
         def launch(params: Params, num_ctas: int, stream: int) -> None:
             assert (config.num_ranks, params.num_ctas, params.rank) == (self.size, num_ctas, self.here.rank)
@@ -235,7 +235,7 @@ class Host:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """This rank's calls are captured in a CUDA graph, and run all the same."""
+        """This rank's calls count as captured in a CUDA graph, but run immediately."""
         self.here.captures = True
         try:
             yield
@@ -244,7 +244,7 @@ class Host:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """All that the transports use of GPUs."""
+        """Replaces everything of GPUs that transports use."""
         from torch.distributed import _symmetric_memory
 
         here = self.here
@@ -270,7 +270,7 @@ class Host:
             yield
 
     def run(self, task: Callable[[Any, int, Stream], Any]) -> list[Any]:
-        """What task(transport, rank, stream of the compute) returns on each rank, all of them at once."""
+        """The results of task(transport, rank, compute stream), run on all ranks at once."""
 
         def on(rank: int) -> Any:
             self.here.rank, self.here.streams, self.here.captures = rank, [Stream()], False

@@ -1,4 +1,4 @@
-"""A block of attention as users write it, whole and divided among ranks, and what it must compute."""
+"""A block of attention as users write it, whole and divided among ranks, and its exact result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def window(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """The same keys in a cache with room, and the second sequence padded on the left."""
+    """Attention to the same keys in a cache with room, the second sequence padded on the left."""
     batch_size, seqlen = k.shape[:2]
     caches = (F.pad(each, (0, 0, 0, 0, 0, 6), value=float("nan")) for each in (k, v))
     padding = torch.tensor([0, *[4] * (batch_size - 1)], dtype=torch.int32)
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 def whole(attend: Attend = causal) -> Block:
-    """The same on every rank."""
+    """A whole block, the same on every rank."""
     torch.manual_seed(5)
     return Block(attend)
 
@@ -82,7 +82,7 @@ def tokens(batch_size: int = 3, seqlen: int = 11) -> Tensor:
 
 
 def exact(block: Block, x: Tensor) -> Tensor:
-    """In float64 and without any of ours, by the mask of block.attend."""
+    """The exact result in float64, without our code, by the mask of block.attend."""
     q, k, v = Block.heads(copy.deepcopy(block).double(), x.double())  # type: ignore[misc]
     k, v = (each.repeat_interleave(NHEADS // NHEADS_K, dim=2) for each in (k, v))
     key = torch.arange(x.shape[1], device=x.device)
@@ -98,7 +98,7 @@ def exact(block: Block, x: Tensor) -> Tensor:
 
 
 def assert_as_exact_as(given: Tensor, usual: Tensor, expected: Tensor) -> None:
-    """At most twice the error of the usual way, or of eight roundings."""
+    """Asserts at most twice the error of the usual implementation, or of eight roundings."""
     errors = [(each.double() - expected).abs().max().item() for each in (given, usual)]
     floor = 8 * torch.finfo(given.dtype).eps * expected.abs().max().item()
     assert errors[0] <= max(2 * errors[1], floor), f"error {errors[0]:.1e}, that of the usual way {errors[1]:.1e}"

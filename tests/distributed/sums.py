@@ -1,4 +1,4 @@
-"""Calls of the public functions on every rank, and what they must return."""
+"""Calls of the public functions on every rank, and their exact results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HIDDEN = 40
 
 @dataclass(frozen=True)
 class Sum:
-    """A case of attention that every rank has with numbers of its own, and the blocks of its rows."""
+    """A case of attention, with different values on every rank, and the blocks of its rows."""
 
     case: DenseCase | KvCacheCase
     plan: tuple[int, ...] | str
@@ -48,7 +48,7 @@ class Sum:
         return call, w_o.to(self.dtype)
 
     def bias_tensor(self) -> Tensor | None:
-        """The same on every rank."""
+        """The bias, the same on every rank."""
         return torch.linspace(-1.0, 1.0, self.hidden).to(self.dtype) if self.bias else None
 
 
@@ -72,7 +72,7 @@ def run_part(one: Sum, device: str = "cpu", **changes: Any) -> Tensor:
 
 @torch.no_grad()
 def run_repeated(one: Sum, device: str = "cpu", **changes: Any) -> list[Tensor]:
-    """The call of a plan that is agreed on, and one like it with twice the numbers, which is known by its looks."""
+    """A call whose strategy is agreed on, and a repeated one with twice the values, which is known by its signature."""
     function, arguments = arguments_of(one, device)
     assert function is attention_linear_allreduce
     doubled = {name: value * 2.0 for name, value in arguments.items() if name in ("w_o", "bias") and value is not None}
@@ -83,14 +83,14 @@ def run_repeated(one: Sum, device: str = "cpu", **changes: Any) -> list[Tensor]:
 
 
 def check_repeated(one: Sum, outs: list[list[Tensor]]) -> None:
-    """What all ranks have of `run_repeated`: twice the result, to the bit, as all that is rounded is twice as large."""
+    """Checks `run_repeated` on all ranks: exactly twice the result, because all rounded values are twice as large."""
     check(one, [first for first, _ in outs])
     for first, second in outs:
         assert torch.equal(second, 2.0 * first)
 
 
 def summed(one: Sum, size: int, compute_dtype: torch.dtype | None) -> Tensor:
-    """The sum over `size` ranks as torch computes it, in one precision; None: in that of the call."""
+    """The sum over `size` ranks as torch computes it, in one precision; None: the precision of the call."""
     total, dtype = torch.zeros(()), compute_dtype or one.dtype
     for rank in range(size):
         call, w_o = one.part(rank)
@@ -101,7 +101,7 @@ def summed(one: Sum, size: int, compute_dtype: torch.dtype | None) -> Tensor:
 
 
 def check(one: Sum, outs: list[Tensor]) -> None:
-    """The results of all ranks are right, and one and the same."""
+    """Checks that the results of all ranks are right and equal."""
     exact, usual = (summed(one, len(outs), dtype) for dtype in (torch.float64, None))
     tolerance = FACTOR * largest_error(usual, exact) + torch.finfo(one.dtype).eps * max(1.0, exact.abs().max().item())
     for out in outs:

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group, and stay for many tests: starting one costs more than most tests."""
+"""Processes that are the ranks of a group, shared by many tests, because starting one takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# A process that has imported torch, and forks: it has no threads and no groups.
+# A process that imports torch and then forks the ranks. It has no threads and no groups.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["fastattention.distributed", "fastattention.attention.reference"])
 
-PATIENCE = 60.0  # seconds for the answers of one task; beyond it a rank hangs
-GPU_PATIENCE = 150.0  # on GPUs, whose first task compiles kernels, and makes communicators
+PATIENCE = 60.0  # seconds for the answers of one task; after them a rank counts as hung
+GPU_PATIENCE = 150.0  # on GPUs, where the first task compiles kernels and makes communicators
 MOST_GPUS = 4
 
 
@@ -35,19 +35,19 @@ def skip_module_without_two_gpus() -> None:
 
 
 def meet() -> None:
-    """All ranks come here, and their GPUs have done all that was asked of them."""
+    """A barrier of all ranks, whose GPUs have finished their work."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
 
 
 class FailedError(Exception):
-    """What a rank raised, as text."""
+    """An error of a rank, as text."""
 
 
 def _serve(rank: int, size: int, folder: Path, timeout: float, backend: str, connection: Connection) -> None:
     """Runs tasks until None comes."""
-    # Those of torch about communicators on GPUs are others in every version; ours are RuntimeWarnings.
+    # torch's warnings about communicators on GPUs change with every version; ours are RuntimeWarnings.
     warnings.simplefilter("error", RuntimeWarning if backend == "nccl" else Warning)
     torch.set_num_threads(1)
     os.environ["FASTATTENTION_CACHE"] = str(folder / "cache")
@@ -77,9 +77,9 @@ def _serve(rank: int, size: int, folder: Path, timeout: float, backend: str, con
 
 
 class Team:
-    """`size` processes in one default group; by NCCL each has a GPU.
+    """`size` processes in one default group; with NCCL each has a GPU.
 
-    timeout: of the group's collectives; patience: for the answers of one task. Both in seconds.
+    timeout: seconds for the group's collectives; patience: seconds for the answers of one task.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Team:
             theirs.close()
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What `function` returns or raises on all ranks or some; EOFError for one that died, TimeoutError if it hangs.
+        """Results or errors of `function` on some ranks or all; EOFError for one that died, TimeoutError for a hang.
 
-        Ranks that hang are ended with all others by `close`.
+        `close` ends ranks that hang, with all others.
         """
         asked = range(self.size) if ranks is None else ranks
         deadline = time.monotonic() + self._patience
@@ -110,7 +110,7 @@ class Team:
         return [self._answer(rank, deadline) for rank in asked]
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What `function` returns on each rank. Raises FailedError where one raised."""
+        """The results of `function` on each rank. Raises FailedError where one raised."""
         outcomes = self.outcomes(function, *arguments, ranks=ranks)
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
         if failed:
@@ -136,7 +136,7 @@ class Team:
         return error
 
     def close(self) -> None:
-        """Ends the processes, whatever they do."""
+        """Ends the processes, even if they hang."""
         for connection, process in zip(self._connections, self.processes, strict=True):
             if process.is_alive() and self.healthy:
                 with contextlib.suppress(OSError):

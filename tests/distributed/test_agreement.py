@@ -1,4 +1,4 @@
-"""All ranks make one call, and make it in one way, or none begins."""
+"""All ranks make the same call with the same strategy, or none begins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = Sum(replace(CASE, batch_size=4, seqlen_q=700, seqlen_k=700, headdim=16), 
 
 
 def forget() -> None:
-    """As if the group were new, but for its communicators."""
+    """Forgets agreements, as if the group were new, but keeps communicators."""
     for known in agreement._agreements.values():
         known.agreed.clear()
         known.calls.clear()
@@ -40,7 +40,7 @@ def forget() -> None:
 
 @contextmanager
 def small_blocks(recipes: tuple[Recipe, ...], eager: int = 1) -> Iterator[mock.Mock]:
-    """Calls so small are divided too, in these ways; the trial, which is yielded, is won by the strategy `eager`."""
+    """Divides even small calls, by these recipes. Yields the trial, which the strategy `eager` wins."""
     with (
         mock.patch.multiple(row_partitions, LEAST_BYTES=1, LEAST_ROWS=1, CUT_ROWS=1),
         mock.patch.object(C10d, "recipes", recipes),
@@ -50,15 +50,15 @@ def small_blocks(recipes: tuple[Recipe, ...], eager: int = 1) -> Iterator[mock.M
 
 
 class Made(NamedTuple):
-    """Calls in a group that is new."""
+    """The strategies of calls in a new group."""
 
     outs: list[torch.Tensor]
     strategies: list[tuple[tuple[int, ...], str]]  # blocks and transport of each
-    trials: int  # in which they were made
+    trials: int  # number of trials
 
 
 def make(sums: list[Sum], recipes: tuple[Recipe, ...] | None = None, place: int = 1) -> Made:
-    """With small blocks, where recipes are given."""
+    """Makes calls in a new group, with small blocks if recipes are given."""
     forget()
     tried = mock.patch.object(Trial, "winners", autospec=True, side_effect=Trial.winners)
     with tried if recipes is None else small_blocks(recipes, place) as winners:
@@ -111,7 +111,7 @@ def test_a_call_that_is_too_small_for_the_blocks_that_won_has_one(team: Team) ->
 
 
 def kinds_of_tried(seqlens: tuple[int, int]) -> Any:
-    """What calls to a cache are alike to in length, of which ranks but the first have another."""
+    """The magnitudes by which calls to a cache are alike, with other lengths on ranks but the first."""
     forget()
     lengths = seqlens if dist.get_rank() == 0 else (seqlens[1], seqlens[1])
     with small_blocks((Recipe((1, 3)),)):
@@ -120,11 +120,11 @@ def kinds_of_tried(seqlens: tuple[int, int]) -> Any:
 
 
 def test_the_lengths_of_a_cache_are_those_of_rank_0(team: Team) -> None:
-    assert team.run(kinds_of_tried, (10, 34)) == [[4]] * team.size  # 2 ** 4, and not of the longest
+    assert team.run(kinds_of_tried, (10, 34)) == [[4]] * team.size  # 2 ** 4, not the length of the longest
 
 
 def run_twice(one: Sum) -> torch.Tensor:
-    """The second time nothing but sums may be communicated."""
+    """Makes a call twice. The second call may communicate only sums."""
     run_part(one)
     with (
         mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("communicated")),
@@ -228,7 +228,7 @@ def test_a_transport_of_gpus_refuses_processes(team: Team, transport: str, plan:
 
 
 class Fake(Transport):
-    """One that could serve anything, or has a reason."""
+    """A transport that serves everything, or has a reason."""
 
     def __init__(self, name: str = "fake", reason: str | None = None) -> None:
         self.name, self.reason = name, reason  # type: ignore[misc]
@@ -246,7 +246,7 @@ def strategy(name: str = "fake") -> Strategy:
 
 
 def test_graphs_have_a_way_of_their_own_and_capture_known_calls_only() -> None:
-    """After a trial all that a graph needs is there, and transports that serve no call give their memory back."""
+    """After a trial everything for graphs is there, and transports that serve no call free their memory."""
     problem = mock.Mock(total_q=24, dtype=torch.float32, device=torch.device("cuda", 0))
     key, agreed, known = Key(problem, 40, False, "auto", "auto", None), Agreed(*map(strategy, "eg")), Agreement(2)
     made: Any = [*(each.transport for each in agreed), Fake("loser")]

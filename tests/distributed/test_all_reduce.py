@@ -1,4 +1,4 @@
-"""How kernels/all_reduce.cuh is launched: which variant, how many CTAs, where its flags are, what it is told."""
+"""Launches of kernels/all_reduce.cuh: variant, number of CTAs, flags and parameters."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ HIDDEN = 10
 
 @pytest.fixture
 def not_alone(alone: None) -> Iterator[None]:
-    """A group that seems to be of two: communicating fails the test."""
+    """A group that seems to have two ranks: communicating fails the test."""
     silent = mock.Mock(side_effect=AssertionError("communicated"))
     with (
         mock.patch.object(dist, "get_world_size", return_value=2),

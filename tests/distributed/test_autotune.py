@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Clocks:
-    """Strategies by what they take eagerly and in a graph, and how often each was timed."""
+    """Strategies with given times, eagerly and in a graph, and how often each was timed."""
 
     def __init__(self, strategies: Sequence[tuple[int, float, float]], device: str = "cuda") -> None:
         """strategies: number of blocks, seconds eagerly and in a graph."""
@@ -72,10 +72,10 @@ class Clocks:
 @pytest.mark.parametrize(
     ("strategies", "winners"),
     [
-        ([(1, 5.0, 5.0), (4, 6.0, 4.0)], (0, 1)),  # launches cost what blocks gain, but not in graphs
-        ([(1, 5.0, 5.0), (1, 4.95, 5.1), (4, 9.0, 9.0)], (1, 0)),  # of one block, any gain counts
-        ([(1, 5.0, 5.0), (1, 4.0, 4.0), (4, 3.95, 3.8)], (1, 2)),  # blocks gain over the best of those
-        ([(1, 5.0, 5.0), (4, 4.9, 4.9)], (0, 1)),  # two per cent count in graphs alone
+        ([(1, 5.0, 5.0), (4, 6.0, 4.0)], (0, 1)),  # launches cost as much as blocks gain, but not in graphs
+        ([(1, 5.0, 5.0), (1, 4.95, 5.1), (4, 9.0, 9.0)], (1, 0)),  # among strategies of one block, any gain counts
+        ([(1, 5.0, 5.0), (1, 4.0, 4.0), (4, 3.95, 3.8)], (1, 2)),  # blocks must gain over the best of one block
+        ([(1, 5.0, 5.0), (4, 4.9, 4.9)], (0, 1)),  # two per cent count only in graphs
         ([(1, 5.0, 5.0), (4, 4.84, 4.96)], (1, 0)),
         ([(4, 3.0, 3.0), (1, 5.0, 5.0), (3, 2.0, 2.0)], (2, 2)),
         ([(1, 5.0, 5.0)], (0, 0)),
@@ -85,14 +85,14 @@ class Clocks:
 def test_eager_calls_and_graphs_have_winners_of_their_own(
     strategies: list[tuple[int, float, float]], winners: tuple[int, int]
 ) -> None:
-    """In milliseconds."""
+    """Times are in milliseconds."""
     short = [(blocks, 1e-3 * eager, 1e-3 * graph) for blocks, eager, graph in strategies]
     assert Clocks(short).winners() == winners
 
 
 @pytest.mark.parametrize("seconds", [LONG_SECONDS / 2, LONG_SECONDS * 2], ids=["short", "long"])
 def test_only_the_fastest_are_tried_at_length(seconds: float) -> None:
-    """Of long calls launches do not matter: the fastest in a graph is the fastest eagerly."""
+    """For long calls launches do not matter: the fastest in a graph is the fastest eagerly."""
     fastest = seconds * CALLS
     whole = [(1, fastest * (5 + place), fastest * (5 - place)) for place in range(4)]
     divided = [(4, fastest * (6 + place), fastest * (5 - place)) for place in range(5)]
@@ -102,7 +102,7 @@ def test_only_the_fastest_are_tried_at_length(seconds: float) -> None:
     is_long = seconds > LONG_SECONDS
     assert clocks.winners() == (8 if is_long else 0, 8)
     everyone = range(9)
-    timed = [("graph", place) for place in everyone] * 2  # of which the first warms up
+    timed = [("graph", place) for place in everyone] * 2  # the first round warms up
     if not is_long:
         timed += [(kind, place) for kind in ("eager", "graph") for _ in range(FIRST_ROUNDS) for place in everyone]
         timed += [("eager", place) for _ in range(ROUNDS) for place in eagerly]
@@ -122,7 +122,7 @@ def test_off_a_gpu_there_are_no_graphs() -> None:
 
 
 def winners_on_slow_rank(first: float, *others: float) -> tuple[int, int]:
-    """Of one, two and two blocks, of which several take twice as long on the last rank."""
+    """Winners among strategies of one, two and two blocks. Several blocks take twice as long on the last rank."""
     slow = 2.0 if dist.get_rank() == dist.get_world_size() - 1 else 1.0
     strategies = [(1, first, first), *((2, slow * each, slow * each) for each in others)]
     return Clocks(strategies, device="cpu").winners(largest=autotune.largest)

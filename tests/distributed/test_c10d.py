@@ -1,4 +1,4 @@
-"""The order in which c10d computes and sums blocks, seen by a communicator that only takes notes."""
+"""The order in which c10d computes and sums blocks, recorded by a fake communicator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastattention.distributed.transports.c10d import C10d
 
 
 class Notes(C10d):
-    """Doubles rows when they are waited for, and fails where it is told to."""
+    """A transport that records operations, doubles rows when they are waited for, and fails where told to."""
 
     def __init__(self, fails: dict[str, BaseException] | None = None) -> None:
         self.log: list[str] = []
@@ -76,6 +76,6 @@ def test_every_sum_is_waited_for_and_the_first_error_raised(fails: tuple[str, ..
 
 
 def test_rows_with_gaps_are_never_summed() -> None:
-    """gloo would take them, and change what lies between."""
+    """gloo would accept them, and change the memory between."""
     with pytest.raises(AssertionError):
         C10d._all_reduce(Notes(), torch.zeros(4, 8)[:, :4], asynchronous=False)

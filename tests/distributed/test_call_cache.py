@@ -27,7 +27,7 @@ from fastattention.gpu_runtime import module
 
 
 class Doubled(Transport):
-    """A sum with another rank that has the same numbers."""
+    """A sum with another rank that has the same values."""
 
     name = "doubled"
 
@@ -45,7 +45,7 @@ class Doubled(Transport):
 
 @pytest.fixture
 def known(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agreement]:
-    """Of a group that seems to be of two, whose calls have one block. No gradient is recorded."""
+    """The agreement of a group that seems to have two ranks, whose calls have one block. No gradient is recorded."""
 
     def agree(self: Agreement, key: Key, call: object, group: object) -> Agreed:
         return Agreed(*2 * (Strategy(Doubled(), Partition((key.problem.total_q,))),))
@@ -59,13 +59,13 @@ def known(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agreement]:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Any call that is checked fails the test."""
+    """Fails the test for any call that is checked."""
     with mock.patch.object(attention_linear, "prepare_dense", side_effect=AssertionError("checked")):
         yield
 
 
 def check(found: Tensor, arguments: dict[str, Any]) -> None:
-    """It is the sum of two ranks that have these arguments."""
+    """Checks that a result is the sum of two ranks with these arguments."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     options = {name: value for name, value in arguments.items() if name not in tensors}
     q, k, v, w_o = (tensors[name].float() for name in ("q", "k", "v", "w_o"))
@@ -90,7 +90,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "half": {name: value.bfloat16() for name, value in dense().items()},
 }
 LIKE_ANY_TENSOR = ("plain", "bias", "out", "parameter")
-# Each differs from a call with bias and out in something that the checks read, often of one tensor alone.
+# Each differs from a call with bias and out in something that checks read, often in only one tensor.
 OTHERS: dict[str, dict[str, Any]] = {name: KINDS[name] for name in KINDS if name not in LIKE_ANY_TENSOR} | {
     "no-bias": {"bias": None},
     "no-out": {"out": None},
@@ -154,13 +154,13 @@ def test_what_is_remembered_knows_its_gpu(device: str, index: int | None) -> Non
 @pytest.mark.parametrize("name", ["q", "k", "v", "w_o"])
 def test_what_looks_like_a_tensor_is_refused_after_tensors(known: Agreement, name: str) -> None:
     class Like:
-        """Has all that is looked at."""
+        """An object with all attributes that signatures read."""
 
         def __init__(self, tensor: Tensor, shape: Sequence[int]) -> None:
             self.shape, self.dtype, self.device, self.stride = shape, tensor.dtype, tensor.device, tensor.stride
 
     attention_linear_allreduce(**dense())
-    for shape in (dense()[name].shape, [*dense()[name].shape]):  # a list cannot be looked up
+    for shape in (dense()[name].shape, [*dense()[name].shape]):  # a list cannot be hashed
         with pytest.raises(ArgumentError, match=f"{name} must be a torch.Tensor, got Like"):
             attention_linear_allreduce(**dense(**{name: Like(dense()[name], shape)}))
 

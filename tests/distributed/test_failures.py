@@ -1,4 +1,4 @@
-"""Ranks that die or hang are an error of the others, never a hang: `Team` gives up on an answer after a minute."""
+"""When a rank dies or hangs, the others raise errors and do not hang: `Team` waits a minute for an answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMEOUT = 2.0
 
 
 class Report(NamedTuple):
-    """What a rank saw of a call that failed."""
+    """A rank's view of a failed call."""
 
     error: str | None
     begun: int
@@ -39,7 +39,7 @@ class Report(NamedTuple):
 
 
 def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> Report:
-    """The call; the victim comes to harm when it computes its second block."""
+    """Makes a call in which `harm` is done to the victim when it computes its second block."""
     real_compute, all_reduce = AttentionLinear.compute, C10d._all_reduce
     begun, waited = [], []
 
@@ -72,7 +72,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    time.sleep(3.0 * TIMEOUT)  # and then goes on: without a timeout the others would not notice
+    time.sleep(3.0 * TIMEOUT)  # the victim then goes on: without a timeout the others would not notice
 
 
 def fail() -> None:
@@ -109,7 +109,7 @@ def test_the_timeout_is_that_of_the_group(new_team: Callable[..., Team]) -> None
 
 
 def begin_again(folder: str, one: Sum) -> list[tuple[int, int]]:
-    """Groups are made, used and destroyed; after each: agreements, and what lives of the groups so far."""
+    """Makes, uses and destroys groups. Counts agreements and living groups after each."""
     rank, size = dist.get_rank(), dist.get_world_size()
     counts, made = [], []
     for number in range(4):
@@ -135,7 +135,7 @@ def test_nothing_is_left_of_groups_that_have_been_destroyed(new_team: Callable[.
 
 
 def run_with_one_group_more(one: Sum) -> torch.Tensor:
-    """Ranks 0 and 1 are a group, and rank 0 is in another one that rank 1 knows nothing of."""
+    """Ranks 0 and 1 are a group, and rank 0 is also in another group without rank 1."""
     pair = dist.new_group([0, 1])
     dist.new_group([0, 2])
     return run_part(one, group=pair) if dist.get_rank() < 2 else torch.empty(0)

@@ -1,4 +1,4 @@
-"""Sums and layers over GPUs, by every transport: right, the same everywhere, however ranks are late.
+"""Sums and layers over GPUs, by every transport: right, and the same on all ranks, in any order of late ranks.
 
 Skipped without two GPUs.
 """
@@ -52,7 +52,7 @@ def cached(name: str, plan: tuple[int, ...], **case: Any) -> Sum:
 
 
 def refusal(transport: str) -> str | None:
-    """Why a transport serves nothing on these GPUs."""
+    """Why a transport cannot serve these GPUs, or None."""
     try:
         run_with(dense("small", (4,), torch.bfloat16, batch_size=1, seqlen_q=4, seqlen_k=4), transport)
     except UnsupportedError as error:
@@ -92,7 +92,7 @@ def test_the_sum_is_right_and_the_same_on_all_ranks(gpus: Team, transport: str, 
 
 
 def served(one: Sum, transport: str) -> Sum:
-    """The call in blocks, or whole by the transport that has no blocks."""
+    """The call in blocks, or in one block for the transport without blocks."""
     return replace(one, plan=(one.rows,)) if transport == "peer_kernel" and one.plan != "auto" else one
 
 
@@ -122,7 +122,7 @@ GROWING = [
 
 
 def run_in_a_row(sums: list[Sum], transport: str) -> list[Tensor]:
-    """One call after the other, and nobody waits for any before the last; odd ranks come late to each."""
+    """Makes calls in a row without waiting before the last; odd ranks are late to each."""
     calls = [arguments_of(one, "cuda") for one in sums]
     torch.cuda.synchronize()
     outs = []
@@ -141,12 +141,12 @@ def test_calls_of_other_sizes_follow_each_other_at_once(gpus: Team, transport: s
 
 @pytest.fixture
 def one(transport: str) -> Sum:
-    """Values that are multiplied by a power of two multiply the result by exactly that: it has no bias."""
+    """A call without bias: a power of two times the values gives exactly that times the result."""
     return served(dense("again", (500, 100, 700, 500), BRAIN, hidden=1000, **LONG), transport)
 
 
 def check_again_and_again(one: Sum, results: list[list[Tensor]]) -> None:
-    """By rank and turn: the first is right, and all are equal to it."""
+    """Checks results by rank and turn: the first is right, and all others are equal to it."""
     check(one, [outs[0] for outs in results])
     for outs in results:
         for turn, out in enumerate(outs):
@@ -154,7 +154,7 @@ def check_again_and_again(one: Sum, results: list[list[Tensor]]) -> None:
 
 
 def run_late(one: Sum, transport: str) -> list[Tensor]:
-    """Turns with other values each, in which streams and hosts are late by turns, each rank's in its own way."""
+    """Calls with changing values, in which streams and hosts of ranks are late in different patterns."""
     function, arguments = arguments_of(one, "cuda")
     late = random.Random(dist.get_rank())
     compute = AttentionLinear.compute
@@ -179,7 +179,7 @@ def test_ranks_that_are_late_do_not_change_the_sum(gpus: Team, transport: str, o
 
 
 def replays(call: Callable[[], Tensor], change: Callable[[int], object]) -> list[Tensor]:
-    """What a graph of the call leaves after each change(turn), replayed by every rank at times of its own."""
+    """Results of a graph of the call after each change(turn), replayed by every rank at different times."""
     meet()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -196,7 +196,7 @@ def replays(call: Callable[[], Tensor], change: Callable[[int], object]) -> list
 
 
 def run_captured(one: Sum, transport: str) -> list[Tensor]:
-    """The call, and replays of it with other values each."""
+    """Results of the call, and of replays with changing values."""
     function, arguments = arguments_of(one, "cuda")
     arguments["transport"] = transport
     arguments["out"] = function(**arguments)
@@ -213,7 +213,7 @@ def test_a_captured_call_is_replayed_with_other_values(gpus: Team, transport: st
 
 @torch.no_grad()
 def run_layer(transport: str) -> list[Tensor] | str:
-    """Replays of a whole layer with other tokens each, all of them right; or why the transport serves nothing."""
+    """Results of replays of a whole layer with changing tokens; or why the transport cannot serve."""
     block = whole(causal).to("cuda", BRAIN)
     made = parallel(block, dist.get_world_size(), TilingAllReduce(plan=thirds, transport=transport))
     numbers = [torch.randn(3, 611, HIDDEN, generator=torch.Generator().manual_seed(turn)) for turn in range(5)]
@@ -250,7 +250,7 @@ def run_counting_kernels(one: Sum, transport: str, backend: str) -> tuple[Tensor
 def test_blocks_that_begin_within_causal_sequences(
     gpus: Team, transport: str, backend: str, dtype: torch.dtype
 ) -> None:
-    # Two begin within: at 200, and at 1100.
+    # Two blocks begin within a sequence: at 200 and 1100.
     one = served(dense("within", (200, 900, 700), dtype, hidden=256, **LONG), transport)
     results = gpus.run(run_counting_kernels, one, transport, backend)
     check(one, [out for out, _ in results])
@@ -258,7 +258,7 @@ def test_blocks_that_begin_within_causal_sequences(
 
 
 def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ...], str]:
-    """Twice, and what was agreed on."""
+    """Results of two calls, and the agreed partition and transport."""
     known = agreement.agreement_of(dist.group.WORLD)
     before = set(known.agreed)
     outs = [run_with(one, transport) for _ in range(2)]
@@ -267,7 +267,7 @@ def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ..
 
 
 def planned_by(gpus: Team, transport: str) -> str:
-    """The transport of a plan on which all ranks agree. The call and one that follows the plan are right."""
+    """The transport that all ranks agree on. Checks that the call and a second one are right."""
     sizes = {"batch_size": 4, "seqlen_q": 1024, "seqlen_k": 1024, "nheads": 4, "nheads_k": 2, "headdim": 64}
     one = dense(f"planned-by-{transport}", "auto", BRAIN, hidden=2048, causal=True, **sizes)
     results = gpus.run(run_planned, one, transport)
@@ -296,29 +296,29 @@ def run_beside_the_current_device(one: Sum, transport: str) -> Tensor:
 
 
 def test_the_current_device_may_be_another(gpus: Team, transport: str) -> None:
-    """Streams and flags are those of the tensors' device."""
+    """Streams and flags belong to the tensors' device."""
     one = served(dense("elsewhere", (900, 300, 600), BRAIN, hidden=2048, **LONG), transport)
     for _ in range(2):
         check(one, gpus.run(run_beside_the_current_device, one, transport))
 
 
-TIMEOUT = 20.0  # of a group in which a rank does not come: its first call compiles kernels, on all ranks at once
+TIMEOUT = 20.0  # of a group in which a rank is missing: its first call compiles kernels, on all ranks at once
 
 
 @pytest.fixture
 def abandoned(pool: Callable[[], Team], new_team: Callable[..., Team]) -> Iterator[Team]:
-    """Ranks of their own, of which a sum that is given up leaves nothing usable; skipped where there is none."""
+    """Separate ranks, because an abandoned sum makes them unusable; skipped where there are none."""
     reason = pool().run(refusal, "peer_kernel")[0]
     if reason is not None:
         pytest.skip(reason)
     size = min(MOST_GPUS, torch.cuda.device_count())
     ranks = new_team(size, TIMEOUT, backend="nccl", patience=GPU_PATIENCE)
     yield ranks
-    ranks.healthy = False  # they are killed: nothing of CUDA ends by itself any more
+    ranks.healthy = False  # they are killed, because CUDA no longer ends by itself
 
 
 def run_alone(one: Sum, transport: str) -> str:
-    """What a call raises for which no other rank makes its own; the ranks have agreed on it before."""
+    """The error of a call that no other rank makes. The ranks have agreed on it before."""
     try:
         run_with(one, transport)
     except RuntimeError as error:
@@ -332,7 +332,7 @@ def run_alone(one: Sum, transport: str) -> str:
     ids=["ring-blocks", "ring-one-block", "kernel"],
 )
 def test_a_call_fails_when_a_rank_never_comes(abandoned: Team, transport: str, plan: tuple[int, ...], end: str) -> None:
-    """The team's patience is longer than the timeout of the group, and beyond it a rank hangs."""
+    """The team's patience is longer than the timeout of the group, after which a rank counts as hung."""
     one = dense("abandoned", plan, BRAIN, **UNEVEN)
     for _ in range(2):
         check(one, abandoned.run(run_with, one, transport))

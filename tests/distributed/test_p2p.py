@@ -40,7 +40,7 @@ def test_calls_of_all_sizes_are_right_however_streams_run(kind: type[PeerToPeer]
 
 
 def test_calls_are_right_after_one_that_failed_on_all_ranks(kind: type[PeerToPeer]) -> None:
-    """In its only block; test_ring_product.py has others."""
+    """The call fails in its only block; test_ring_product.py tests others."""
     host, failing = Host(3, kind), Call((18,), 21, BRAIN)
     calls = [Call(after, 21, BRAIN) for after in ((4, 4, 5), (3,), (2, 30, 4, 1), (700, 1, 2, GRANULE // 40))]
 
@@ -88,7 +88,7 @@ def test_a_graph_captures_calls_whose_memory_is_there(kind: type[PeerToPeer]) ->
             sum_on(transport, rank, stream, LARGE)
         transport.reserve(2 * GRANULE)
         memory = transport._peers
-        transport.reserve(1024)  # it is there
+        transport.reserve(1024)  # already there
         assert transport._peers is memory
         with host.capture():
             results.append(sum_on(transport, rank, stream, LARGE, 1))
@@ -98,7 +98,7 @@ def test_a_graph_captures_calls_whose_memory_is_there(kind: type[PeerToPeer]) ->
 
 
 def test_larger_memory_takes_the_place_of_smaller_which_is_given_back(kind: type[PeerToPeer]) -> None:
-    """Before the larger is taken, and once the GPU does not use it any more."""
+    """The smaller is freed before the larger is taken, once the GPU no longer uses it."""
 
     def task(transport: PeerToPeer, rank: int, stream: Stream) -> None:
         sum_on(transport, rank, stream, SMALL)
@@ -151,7 +151,7 @@ def test_memory_that_is_given_back_is_taken_anew_by_the_next_call(kind: type[Pee
     def given_back(transport: PeerToPeer) -> None:
         memory = weakref.ref(transport._peers)
         transport.release()
-        transport.release()  # nothing any more
+        transport.release()  # nothing is left
         assert memory() is None
 
     check_calls(Host(3, kind), [Call((7, 5), 40, SINGLE)] * 3, given_back)

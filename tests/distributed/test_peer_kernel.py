@@ -1,4 +1,4 @@
-"""The transport peer_kernel on fake GPUs: when its kernel is launched, and with what."""
+"""The transport peer_kernel on fake GPUs: launches of its kernel, and their parameters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_rank_adds_up_everything_of_small_calls() -> None:
 
 @pytest.mark.parametrize("gpus", [("V100",) * 2, ("RTX 4090",) * 2, ("H100", "A100"), ("H100",) * 2], ids="-".join)
 def test_bulk_copies_and_ctas_are_the_same_on_all_ranks(gpus: tuple[str, str]) -> None:
-    """CTAs of one number take the same packets on all ranks, and all have something to do."""
+    """CTAs with the same index take the same packets on all ranks, and all have work."""
     bulk_copies = gpus == ("H100", "H100")
     most = BULK_CTAS if bulk_copies else CTAS
     a_cta = 16 * 32 * WARPS // 512  # rows that it sums at a time

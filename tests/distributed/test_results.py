@@ -1,4 +1,4 @@
-"""The sum of all ranks is right, whatever the blocks."""
+"""The sum of all ranks is right for any blocks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_sum_of_all_ranks_is_right(team: Team, one: Sum) -> None:
 
 
 def run_into(one: Sum) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Writes to a tensor of the caller's, within memory that belongs to others."""
+    """Writes to a tensor of the caller, within memory that must not change."""
     memory = torch.full((one.rows * HIDDEN + 20,), 7.0)
     given = memory[10:-10].view(one.case.batch_size, one.case.seqlen_q, HIDDEN)
     out = run_part(one, out=given)

@@ -33,7 +33,7 @@ def test_a_running_sum_has_a_turn_to_get_to_the_next_rank(num_blocks: int, size:
     place = {step: number for number, step in enumerate(order)}
     for block, step in itertools.product(range(num_blocks), range(size - 1)):
         between = place[block, step + 1] - place[block, step] - 1
-        in_the_midst = size - 1 <= block + step <= num_blocks - 2  # at either end there is less to do
+        in_the_midst = size - 1 <= block + step <= num_blocks - 2  # at either end there are fewer steps
         assert between == size if in_the_midst else between >= 0
 
 
@@ -52,7 +52,7 @@ def test_shares_are_even_parts_of_neighbouring_blocks(rows: tuple[int, ...], siz
 
 
 def test_attention_of_blocks_that_are_joined_is_computed_at_once() -> None:
-    """So that where it fails it fails in one step on all ranks, though these ask for shares in different orders."""
+    """An error then occurs in the same step on all ranks, though these ask for shares in different orders."""
     assert RingProduct.attention_rows(mock.Mock(), (3,) * 37) == joined((3,) * 37) == (9,) * 12 + (3,)
 
 
@@ -96,7 +96,7 @@ def test_blocks_are_summed_while_later_ones_are_computed() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_may_be_enqueued_on_one_queue_of_the_hardware(size: int) -> None:
-    """What a rank's streams do is done in the order in which it was enqueued, each operation after the one before."""
+    """The operations of a rank's streams run in the order in which they were enqueued, one after the other."""
 
     class OneQueue(Host):
         def make_stream(self, *_: object, **__: object) -> Stream:
@@ -111,7 +111,7 @@ def flags_of(transport: RingProduct) -> Tensor:
 
 
 def test_a_call_that_fails_in_its_midst_leaves_no_flag_up() -> None:
-    """And is over when the last of its fetches is, however late: what they read is written by the next call."""
+    """It ends with the last of its fetches, however late, because the next call writes the memory that they read."""
     host = Host(3, RingProduct)
     calls = [FOUR, *(FOUR._replace(blocks=blocks) for blocks in ((4, 4, 5), (3,), (700, 1, 2, GRANULE // 8)))]
 
@@ -136,7 +136,7 @@ def test_a_call_that_fails_in_its_midst_leaves_no_flag_up() -> None:
 
 
 def test_an_interrupt_between_a_flag_and_the_wait_for_one_leaves_none_up() -> None:
-    """All ranks are interrupted in one step. The flag that rank 0 has raised would let rank 1 fetch too early later."""
+    """All ranks are interrupted in one step. The flag that rank 0 has set would let rank 1 fetch too early later."""
     host, ended = Host(3, RingProduct), threading.Barrier(3)
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> tuple[list[Tensor], Tensor]:
@@ -164,7 +164,7 @@ def test_an_interrupt_between_a_flag_and_the_wait_for_one_leaves_none_up() -> No
         stream.synchronize()
         ended.wait(PATIENCE)
         flags = flags_of(transport).clone()
-        ended.wait(PATIENCE)  # before anybody raises one in the next call
+        ended.wait(PATIENCE)  # before any rank sets a flag in the next call
         return [sum_on(transport, rank, stream, FOUR, number, before=late) for number in range(3)], flags
 
     for results, flags in host.run(task):
@@ -183,7 +183,7 @@ def test_what_failed_first_is_raised_where_the_end_of_the_call_fails_too() -> No
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_flag_has_one_that_raises_it_and_one_that_waits_for_it(size: int) -> None:
-    """Who waits does so in memory of its own: rank r's is at r << 32."""
+    """Every rank waits in its own memory: that of rank r is at r << 32."""
     raised, awaited, lowered = Counter[int](), Counter[int](), Counter[int]()
 
     def writes(addresses: list[int], value: int) -> FlagWrites:
@@ -204,7 +204,7 @@ def test_every_flag_has_one_that_raises_it_and_one_that_waits_for_it(size: int) 
     assert set(raised.values()) == set(awaited.values()) == {1}
     assert raised.keys() <= awaited.keys()
     assert max(numbers.values()) < ring_steps.Flags.needed(size)
-    complete, barriers = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # numbers of the first
+    complete, barriers = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # indices of the first ones
     own = {complete + block * size + rank for block, rank in itertools.product(range(MOST_BLOCKS), range(size))}
-    assert {numbers[address] for address in awaited.keys() - raised.keys()} <= own  # nobody tells itself
+    assert {numbers[address] for address in awaited.keys() - raised.keys()} <= own  # no rank signals itself
     assert lowered.keys() == {address for address, number in numbers.items() if number < barriers}

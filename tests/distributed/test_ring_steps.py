@@ -1,4 +1,4 @@
-"""What ring_product has prepared for calls of a kind, on fake GPUs."""
+"""The prepared steps of ring_product for calls of a kind, on fake GPUs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_calls_of_a_kind_have_the_same_steps_whatever_their_result(
 
 
 def test_calls_on_another_stream_or_in_inference_mode_have_their_own() -> None:
-    """A view that was made in that mode cannot be written out of it."""
+    """A view made in inference mode cannot be written outside of it."""
     host = Host(3, RingProduct)
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> None:

@@ -44,7 +44,7 @@ def random(*shape: int) -> Tensor:
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
-    """Of up to three sequences: longer or shorter than their keys, or a cache with padding, in rows or pages."""
+    """Calls of up to three sequences: longer or shorter than their keys, or a cache with padding, in rows or pages."""
     torch.manual_seed(draw(st.integers(0, 9)))
     b, sq, sk, chosen = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(0, 12)), draw(options())
     slopes, sinks = draw(st.sampled_from([None, random(4), random(b, 4)])), draw(st.sampled_from([None, random(4)]))
@@ -91,7 +91,7 @@ def test_a_block_is_those_rows_of_the_whole(call: tuple[Problem, Inputs], data: 
 @pytest.mark.parametrize("cached", [False, True], ids=["dense", "cache"])
 @pytest.mark.parametrize("window", [(2, 0), (2, 3), (2, -1), (0, 1), (-1, 2)], ids=str)
 def test_every_block_of_a_windowed_call_is_those_rows_of_the_whole(window: tuple[int, int], cached: bool) -> None:
-    """Of sequences that are longer and shorter than their queries, the last one with hardly more than padding."""
+    """Some sequences have more keys than queries and some fewer; the last one has hardly more than padding."""
     torch.manual_seed(0)
     options = Options(window_left=window[0], window_right=window[1], return_lse=True)
     q, k, v = random(2, 6, 4, 8), random(2, 9, 2, 8), random(2, 9, 2, 4)
@@ -121,7 +121,7 @@ def test_a_causal_dense_block_is_views_of_the_keys_that_its_rows_see() -> None:
 
 
 def call_of_three_sequences(causal: bool) -> tuple[AttentionLinear, Tensor]:
-    """And its result of all 21 rows."""
+    """A call, and its result for all 21 rows."""
     torch.manual_seed(0)
     q, k, v = random(3, 7, 4, 8), random(3, 9, 2, 8), random(3, 9, 2, 4)
     problem, inputs = prepare_dense(q, k, v, Options(causal=causal))
@@ -138,7 +138,7 @@ def call_of_three_sequences(causal: bool) -> tuple[AttentionLinear, Tensor]:
 def test_attention_of_several_blocks_at_once_is_that_of_each(
     blocks: tuple[int, ...], attended: tuple[int, ...], causal: bool
 ) -> None:
-    """Of three sequences, wherever blocks begin; and it is computed once for all rows that are asked for together."""
+    """Blocks of a call of three sequences begin anywhere. Attention is computed once for rows that are joined."""
     call, expected = call_of_three_sequences(causal)
     out = torch.full_like(expected, torch.nan)
     with mock.patch.object(call, "attend", wraps=call.attend) as attend:

@@ -20,7 +20,7 @@ from fastattention.distributed.row_partitions import (
 
 
 def made(recipe: Recipe, batch_size: int, seqlen_q: int, whole_sequences: bool = False) -> Partition | None:
-    """What one recipe makes of a call."""
+    """The partition of a call by one recipe."""
     return dict(partitions([recipe], batch_size, seqlen_q, whole_sequences=whole_sequences)).get(0)
 
 
@@ -31,7 +31,7 @@ def made(recipe: Recipe, batch_size: int, seqlen_q: int, whole_sequences: bool =
         (Recipe((1, 3)), (1, 8192), ((2048, 6144), ())),
         (Recipe((3, 3, 2)), (8, 2048), ((6144, 6144, 4096), ())),
         (Recipe((1, 1)), (3, 1000), ((1000, 2000), ())),  # between sequences
-        (Recipe((1,) * 4), (3, 1000), ((640, 768, 768, 824), ())),  # of few sequences within, at multiples of 128
+        (Recipe((1,) * 4), (3, 1000), ((640, 768, 768, 824), ())),  # within few sequences, at multiples of 128
         (Recipe((1,) * 4, 1), (3, 1000), ((640, 768, 768, 824), (3000,))),
         (Recipe((1, 1), 1), (3, 1000), ((1408, 1592), (3000,))),  # products may be cut anywhere
         (Recipe((2, 1, 1), 2), (2, 2048), ((2048, 1024, 1024), (2048, 2048))),
@@ -66,7 +66,7 @@ def test_blocks_are_large_enough_and_sum_to_all_rows(
 
 
 def test_a_smaller_first_block_is_among_them() -> None:
-    """The FastAttention paper's."""
+    """The FastAttention paper has such blocks."""
     assert any(shares[0] < min(shares[1:]) for shares, _ in OVERLAPPED)
 
 

@@ -51,7 +51,7 @@ TILED = r"attention, projection and all-reduce run one after the other: "
 
 @contextlib.contextmanager
 def told(reason: str | None) -> Iterator[None]:
-    """That exactly this reason is given why the usual way is taken, if any."""
+    """Asserts that exactly this reason, if any, is warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -91,7 +91,7 @@ REASONS = {
 
 
 def as_rowwise(size: int, kind: str) -> None:
-    """Results and gradients of RowwiseParallel, where TilingAllReduce cannot be."""
+    """Checks that results and gradients are those of RowwiseParallel, where TilingAllReduce is not possible."""
     style = TilingAllReduce(plan=thirds, transport=npu.NAME if kind == "npu" else "auto")
     ours = parallel(whole(computed if kind == "tensors" else causal), size, style)
     theirs, x = parallel(whole(computed), size, RowwiseParallel()), tokens()
@@ -122,7 +122,7 @@ def calls_too_short_for_blocks_take_the_usual_way_without_a_word(size: int) -> N
     made = parallel(block, size, TilingAllReduce())
     for limit in ("LEAST_BYTES", "LEAST_ROWS"):
         with pytest.MonkeyPatch.context() as patch, told(None):
-            patch.setattr(row_partitions, limit, 1)  # the other one is reason enough
+            patch.setattr(row_partitions, limit, 1)  # the other limit is reason enough
             patch.setattr(DeferredAttention, "project", lambda *_, **__: pytest.fail("it was divided into blocks"))
             for x in (tokens(3, 1), tokens(1, 1), tokens(3, 11)):
                 assert_as_exact_as(made(x), block(x), exact(block, x))

@@ -20,13 +20,13 @@ from fastattention.distributed.transports.ring_product import RingProduct
 from fastattention.gpu_runtime import watchdog
 from fastattention.gpu_runtime.watchdog import Watchdog
 
-SECONDS = 1.0  # long beside what a busy machine keeps threads waiting
+SECONDS = 1.0  # long compared with delays of threads on a busy machine
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers that a stream is to write: it does when a test says so."""
+    """Numbers that a stream is to write, when the test tells it to."""
     numbers: list[int] = []
     monkeypatch.setattr(watchdog, "stream_write_value32", lambda address, number, stream: numbers.append(number))
     return numbers
@@ -34,7 +34,7 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Happens when a watchdog ends the process."""
+    """An event that is set when a watchdog ends the process."""
     happened = threading.Event()
     monkeypatch.setattr(os, "abort", happened.set)
     return happened
@@ -48,7 +48,7 @@ def one(enqueued: list[int], ended: threading.Event) -> Iterator[Watchdog]:
 
 
 def finish(one: Watchdog, number: int) -> None:
-    """As the GPU does."""
+    """Finishes a call, as the GPU does."""
     one._finished[0] = number if number < 2**31 else number - 2**32
 
 
@@ -68,7 +68,7 @@ def test_calls_that_are_finished_in_time_may_go_on_for_longer(one: Watchdog, end
     for number in range(1, 9):
         one.finish(0)
         one.finish(0)
-        finish(one, 2 * number - 1)  # always one behind
+        finish(one, 2 * number - 1)  # always one call is unfinished
         assert not ended.wait(SECONDS / 3)
     assert ended.wait(30.0)
 
@@ -77,7 +77,7 @@ def test_calls_that_are_finished_in_time_may_go_on_for_longer(one: Watchdog, end
 def test_nothing_to_do_is_no_reason_to_end(one: Watchdog, ended: threading.Event) -> None:
     for number in (1, 2):
         one.finish(0)
-        assert not ended.wait(0.5 * SECONDS)  # counted from now on
+        assert not ended.wait(0.5 * SECONDS)  # the timeout counts from now on
         finish(one, number)
         assert not ended.wait(2.5 * SECONDS)
 
@@ -117,7 +117,7 @@ def test_a_thread_looks_from_the_first_call_until_nobody_has_the_watchdog(enqueu
 
 
 def test_a_watchdog_is_told_of_every_call_that_is_no_graph_s() -> None:
-    """When it is over: a number written too early, or by a replay, would end a process that works."""
+    """It is told at the end of a call: a number written too early, or by a replay, would end a working process."""
     host, call = Host(1, RingProduct, timeout=77.0), CALLS["even"]
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> None:
@@ -131,7 +131,7 @@ def test_a_watchdog_is_told_of_every_call_that_is_no_graph_s() -> None:
         happened = threading.Event()
         transport._gathering.enqueue(lambda: happened.wait(PATIENCE))
         sum_on(transport, rank, stream, call)
-        time.sleep(0.1)  # for what does not wait
+        time.sleep(0.1)  # time for calls that do not wait
         assert not one.is_idle
         happened.set()
         with host.capture():

@@ -1,4 +1,4 @@
-"""What tests of caches within a budget have in common: tiny models, and a machine slow enough to make them worth it."""
+"""Shared by tests of caches within a budget: tiny models, and a machine slow enough for them to be offloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_SIZE = 4
 LENGTH = 24
 POLICIES = ("classical", "cooperative", "hybrid", "auto")
 LARGE = 10_000_000  # bytes: everything fits
-# So slow beside the GPU that even these tiny layers are worth dividing: a third of them is uploaded.
+# The CPU is so slow that even these tiny layers are divided: a third of them is uploaded.
 SLOW = Hardware(
     "slow",
     gpu_bandwidth=1e15,

@@ -10,7 +10,7 @@ import fastattention.integrations.transformers  # noqa: F401  (registers "fast_a
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The models are so small that starting threads would take most of the time."""
+    """Uses one thread: the models are so small that starting threads would take most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -44,7 +44,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-# Untied: a tied model would say its last token again and again.
+# Embeddings are untied: a tied model would repeat its last token.
 _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
@@ -87,7 +87,7 @@ class Pair(NamedTuple):
 
 @functools.cache
 def pair(name: str) -> Pair:
-    """The models called `name`, in eval mode. Shared by all tests: leave them as they are."""
+    """The models called `name`, in eval mode. Shared by all tests: do not change them."""
     model_class, config = _config(name)
     eager = _random(model_class, copy.deepcopy(config), "eager")
     fast = model_class._from_config(copy.deepcopy(config), attn_implementation="fast_attention").eval()
@@ -106,7 +106,7 @@ def deep(name: str, num_layers: int) -> Any:
 
 
 def _random(model_class: type[PreTrainedModel], config: Any, implementation: str) -> Any:
-    """A model in eval mode whose weights are the same whichever tests ran before: a router's biases are drawn, too."""
+    """A model in eval mode with the same weights after any tests; a router's biases are random, too."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class._from_config(config, attn_implementation=implementation).eval()
@@ -115,7 +115,7 @@ def _random(model_class: type[PreTrainedModel], config: Any, implementation: str
 
 
 def sharpen(model: nn.Module) -> None:
-    """Weights large enough that attention is far from uniform: otherwise a wrong mask would hardly show."""
+    """Makes weights so large that attention is far from uniform: otherwise a wrong mask would hardly show."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -147,7 +147,7 @@ def make_cache(kind: str, model: PreTrainedModel) -> Cache | None:
 
 
 def assert_same(fast: Tensor, eager: Tensor, real: Tensor | None = None, tolerance: float = 1e-5) -> None:
-    """Largest difference at real tokens at most `tolerance` times the largest number."""
+    """Asserts a largest difference at real tokens of at most `tolerance` times the largest value."""
     assert fast.shape == eager.shape
     assert not fast.isnan().any()
     real = torch.ones(eager.shape[:2], dtype=torch.bool) if real is None else real.bool()

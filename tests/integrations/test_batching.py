@@ -1,4 +1,4 @@
-"""Continuous batching with fast_attention: the tokens of eager attention, whatever shares the cache."""
+"""Continuous batching with fast_attention: the tokens of eager attention, for any mix of requests in the cache."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def third_of(prompts: Prompts, page_size: int) -> int:
 
 
 def eager_tokens(model: Any, prompts: Prompts) -> Prompts:
-    """What `generate` continues each prompt with, alone."""
+    """The tokens with which `generate` continues each prompt by itself."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     return [model.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts]
 
 
 @functools.cache
 def eager_tokens_of(name: str, count: int) -> tuple[Prompts, Prompts]:
-    """Prompts, and what eager attention continues them with, which many tests ask for."""
+    """Prompts, and their continuations by eager attention, cached for many tests."""
     prompts = requests(count)
     return prompts, eager_tokens(pair(name).eager, prompts)
 
 
 def batched(model: Any, prompts: Prompts, return_logprobs: bool = False, **options: Any) -> list[Any]:
-    """What `generate_batch` returns for each prompt, none of which failed."""
+    """The outputs of `generate_batch` for each prompt; asserts that none failed."""
     options = {**OPTIONS, **options}
     options.setdefault("num_blocks", third_of(prompts, options["page_size"]))
-    several = options.pop("num_return_sequences", 1)  # of the likeliest token alone: those of greedy decoding
+    several = options.pop("num_return_sequences", 1)  # of the likeliest token only, as in greedy decoding
     sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": several} if several > 1 else {"do_sample": False}
     found = model.generate_batch(
         prompts,
@@ -75,7 +75,7 @@ def batched(model: Any, prompts: Prompts, return_logprobs: bool = False, **optio
 
 
 def batched_tokens(model: Any, prompts: Prompts, **options: Any) -> Prompts:
-    """The tokens alone."""
+    """The tokens of `batched`."""
     return [one.generated_tokens for one in batched(model, prompts, **options)]
 
 
@@ -88,7 +88,7 @@ def enabled() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often a layer appended and attended, read pages, or saw new tokens alone."""
+    """Counts of calls that appended and attended, read pages, or saw only new tokens."""
     count = {"append": 0, "pages": 0, "new tokens": 0}
 
     def counted_kvcache(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """What a method returns from now on, one entry a call."""
+    """A list of the results of a method from now on, one entry a call."""
     results: list[Any] = []
     method = getattr(owner, name)
 
@@ -187,7 +187,7 @@ def test_half_types_are_as_near_to_float32_as_eager_attention(name: str, dtype: 
 
 
 def distances(eager: Any, exact: Any, prompts: Prompts, found: list[Any]) -> tuple[float, float]:
-    """How far log probabilities are from those of `exact`, root mean square: what was found, and what `eager` says."""
+    """Root mean square errors of log probabilities, relative to `exact`: those of `found` and of `eager`."""
     ours, theirs = [], []
     for prompt, one in zip(prompts, found, strict=True):
         right = _logprobs(exact, prompt, one.generated_tokens)
@@ -199,7 +199,7 @@ def distances(eager: Any, exact: Any, prompts: Prompts, found: list[Any]) -> tup
 
 @torch.no_grad()
 def _logprobs(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
-    """Of each token behind what comes before it, float32 (tokens,) in host memory."""
+    """The log probability of each token after those before it, float32 (tokens,) in host memory."""
     logits = model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1].float()
     found: Tensor = logits.log_softmax(-1).cpu().gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
     return found
@@ -238,7 +238,7 @@ def test_a_manager_serves_requests_as_they_come_and_forgets_cancelled_ones() -> 
 
 
 def test_a_paused_manager_leaves_the_model_to_other_calls() -> None:
-    """Padding on the left needs the mask that batching has no use for."""
+    """Padding on the left needs the mask that batching does not use."""
     eager, fast = pair("gemma2")
     prompts = torch.tensor(requests(3, longest=20)[0])[None].expand(2, -1)
     mask = torch.ones_like(prompts)

@@ -1,4 +1,4 @@
-"""FastAttentionCache in Transformers models: the tokens of plain generation, whatever the policy and the budget."""
+"""FastAttentionCache in Transformers models: the tokens of plain generation, for any policy and budget."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nothing_leaves_the_device_while_the_budget_suffices(name: str) -> None:
     ids=["beams", "chunks", "lookup", "samples"],
 )
 def test_every_way_to_generate(name: str, policy: str, how: dict[str, Any]) -> None:
-    # So many pages of 1 KiB that the prompts fit, but not all layers at their end.
+    # There are enough pages of 1 KiB for the prompts, but not for all layers at the end.
     num_sequences = (1 if "inputs" in how else 3) * max(how.get("num_beams", 1), how.get("num_return_sequences", 1))
     budget = num_sequences * 1024 * (NUM_LAYERS + 22)
     torch.manual_seed(0)

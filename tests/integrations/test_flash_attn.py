@@ -92,7 +92,7 @@ def test_imports_of_flash_attn_work() -> None:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_are_those_of_flash_attn(name: str, installed: ModuleType) -> None:
-    """In its order, with its defaults; ours come after, by keyword only. max_seqlen may be left to us."""
+    """Arguments have its order and defaults; ours follow, keyword-only. max_seqlen may be omitted."""
     required, optional = SIGNATURES[name]
     parameters = inspect.signature(getattr(installed, name)).parameters
     positional = [key for key, value in parameters.items() if value.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

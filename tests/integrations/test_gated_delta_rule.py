@@ -63,7 +63,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 @functools.cache
 def model_of(name: str) -> Any:
-    """Shared by all tests: leave it as it is."""
+    """A model that all tests share: do not change it."""
     makes: dict[str, Callable[[], Any]] = {
         "qwen3_next": lambda: Qwen3NextForCausalLM(
             Qwen3NextConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=32)
@@ -102,7 +102,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """What Transformers and we warn of."""
+    """Records warnings of Transformers and ours."""
     mock = Mock()
     monkeypatch.setattr(hub_kernels.logger, "warning_once", mock)
     monkeypatch.setattr(linear_attention._log, "warning_once", mock)
@@ -110,7 +110,7 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def by_torch(compute: Callable[[], Any]) -> Any:
-    """What `compute` returns in the form of torch."""
+    """The result of `compute` with torch's functions."""
     serve_gated_delta_rule(False)
     try:
         return compute()
@@ -119,7 +119,7 @@ def by_torch(compute: Callable[[], Any]) -> Any:
 
 
 def arguments(seqlen: int = 9, headdim: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
-    """Of a gated delta rule, as models give them: 2 heads for queries and keys, 4 for values."""
+    """Arguments of a gated delta rule, as models give them: 2 heads for queries and keys, 4 for values."""
     generator = torch.Generator().manual_seed(seed)
     query, key = (torch.randn(1, seqlen, 2, headdim, generator=generator, dtype=dtype) for _ in range(2))
     value = torch.randn(1, seqlen, 4, headdim, generator=generator, dtype=dtype)
@@ -203,7 +203,7 @@ def test_bfloat16_is_as_near_to_float32_as_torch(name: str) -> None:
 
 
 def test_a_model_keeps_concatenated_sequences_apart(calls: Calls) -> None:
-    """With a convolution of one token: longer ones mix sequences, unless causal-conv1d is there to read seq_idx."""
+    """The convolution has one token: longer ones mix sequences, unless causal-conv1d is installed to read seq_idx."""
     config = Qwen3_5TextConfig(**_SIZES, linear_conv_kernel_dim=1)
     model = Qwen3_5ForCausalLM._from_config(config, attn_implementation="fast_attention").eval()
     sharpen(model)
@@ -244,7 +244,7 @@ def test_a_compiled_model_calls_our_operator() -> None:
 
 
 def names_of_models() -> list[str]:
-    """Models whose code has the functions."""
+    """Names of models whose code has the functions."""
     folder = Path(transformers.__file__).parent / "models"
     return sorted(
         path.parent.name

@@ -1,6 +1,6 @@
-"""The exported kernel folder, served to Transformers: by the kernels package where it is there, and without it.
+"""The exported kernel folder, served to Transformers: by the kernels package if it is installed, and without it.
 
-Transformers calls a kernel through wrappers of its own, whichever way it was loaded. Without the kernels package, a
+Transformers calls a kernel through wrappers of its own, however it was loaded. Without the kernels package, a
 stand-in for its `get_kernel` imports the folder; everything else is Transformers' code.
 """
 
@@ -35,7 +35,7 @@ from integrations.test_flash_attn import SIGNATURES
 
 # GPT-OSS and other models with sinks take only the kernels they list. LOCAL_KERNELS may serve those names, too.
 LISTED_KERNEL = "kernels-community/vllm-flash-attn3"
-FLASH_ATTENTION_2 = "kernels-community/flash-attn2"  # which Transformers loads where flash-attn is not installed
+FLASH_ATTENTION_2 = "kernels-community/flash-attn2"  # Transformers loads it where flash-attn is not installed
 NAMES = (KERNEL, LISTED_KERNEL, FLASH_ATTENTION_2)
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 NEEDS_KERNELS = pytest.mark.skipif(
@@ -89,7 +89,7 @@ def served(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Mon
 
 @contextmanager
 def loaded_anew() -> Iterator[None]:
-    """Transformers keeps the kernel that it has loaded last: not beyond a test."""
+    """Clears the kernel that Transformers has cached, before and after a test."""
     modeling_flash_attention_utils._loaded_implementation = None
     yield
     modeling_flash_attention_utils._loaded_implementation = None
@@ -98,7 +98,7 @@ def loaded_anew() -> Iterator[None]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_parameters_are_those_of_flash_attn(name: str, backend: str, folder: Path) -> None:
-    """In its order, with its defaults. Transformers looks at their names, and at s_aux, which is ours."""
+    """Arguments have its order and defaults. Transformers inspects their names, and s_aux, which is ours."""
     required, optional = SIGNATURES[name]
     parameters = inspect.signature(getattr(imported(folder, backend), name)).parameters
     positional = [key for key, value in parameters.items() if value.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -145,7 +145,7 @@ def expected(
     s_aux: Tensor | None = None,
     compute_dtype: torch.dtype | None = torch.float64,
 ) -> Tensor:
-    """What Transformers' arguments mean for one sequence. A window counts the token itself."""
+    """The exact result for one sequence under Transformers' arguments. A window counts the token itself."""
     left = -1 if sliding_window is None else sliding_window - 1
     options = Options(SCALE, is_causal, left, 0 if is_causal else left, softcap or 0.0)
     problem, inputs = prepare_dense(*(tensor[None] for tensor in tokens), options, sinks=s_aux)
@@ -153,7 +153,7 @@ def expected(
 
 
 class Layer(nn.Module):
-    """What Transformers' wrapper reads of a model's attention layer."""
+    """The attributes of an attention layer that Transformers' wrapper reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,12 +171,12 @@ def wrapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any)
 
 
 def attend_equal_lengths(batch: list[Tokens], **options: Any) -> list[Tensor]:
-    """By flash_attn_func."""
+    """Attention by flash_attn_func."""
     return list(wrapped(*map(torch.stack, zip(*batch, strict=True)), None, **options))
 
 
 def attend_padded(batch: list[Tokens], **options: Any) -> list[Tensor]:
-    """By flash_attn_varlen_func, with padding on the left that nobody may read."""
+    """Attention by flash_attn_varlen_func, with padding on the left that must not be read."""
 
     def stacked(tensors: tuple[Tensor, ...]) -> Tensor:
         longest = max(map(len, tensors))
@@ -189,14 +189,14 @@ def attend_padded(batch: list[Tokens], **options: Any) -> list[Tensor]:
 
 
 def attend_positions(batch: list[Tokens], **options: Any) -> list[Tensor]:
-    """By flash_attn_varlen_func, one sequence behind the other in one row. max_seqlen are tensors then."""
+    """Attention by flash_attn_varlen_func, with concatenated sequences in one row. max_seqlen are tensors then."""
     positions = torch.cat([torch.arange(len(one.q)) for one in batch])
     out = wrapped(*_in_one_row(batch), None, position_ids=positions[None], **options)
     return list(out[0].split([len(one.q) for one in batch]))
 
 
 def attend_offsets(batch: list[Tokens], **options: Any) -> list[Tensor]:
-    """By flash_attn_varlen_func, with the offsets of the sequences."""
+    """Attention by flash_attn_varlen_func, with the offsets of the sequences."""
     seqlens_q, seqlens_k = ([len(one[index]) for one in batch] for index in (0, 1))
     lengths = {
         "cu_seq_lens_q": _offsets(seqlens_q),
@@ -208,7 +208,7 @@ def attend_offsets(batch: list[Tokens], **options: Any) -> list[Tensor]:
 
 
 def attend_pages(batch: list[Tokens], **options: Any) -> list[Tensor]:
-    """By flash_attn_with_kvcache, which appends the last token of each sequence: continuous batching's decoding."""
+    """Attention by flash_attn_with_kvcache, which appends each sequence's last token, as in continuous batching."""
     page_size, pages_each = 4, 3
     k_cache, v_cache = (
         torch.full((pages_each * len(batch), page_size, 2, 16), torch.nan, dtype=batch[0].k.dtype) for _ in range(2)
@@ -309,7 +309,7 @@ def test_lse_is_returned_as_flash_attn_does(folder: Path) -> None:
 
 
 def test_torch_compile_makes_one_graph_of_a_call(folder: Path) -> None:
-    """Transformers promises that of kernels that it has loaded before."""
+    """Transformers promises that for kernels that it has loaded before."""
     kernel = imported(folder)
     q, k, v = (tensor[None] for tensor in draw([(3, 9)])[0])
 
@@ -356,7 +356,7 @@ NEW_TOKENS = 8
 
 
 def batched_tokens(model: Any, requests: list[list[int]], **options: Any) -> list[list[int]]:
-    """What continuous batching generates for each request, with a cache that holds some of them at once."""
+    """Tokens that continuous batching generates for each request, with a cache that holds only some of them at once."""
     found = model.generate_batch(
         requests,
         generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0),

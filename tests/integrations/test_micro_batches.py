@@ -28,7 +28,7 @@ def make_cache(name: str, device: FakeDevice | None = None, **changed: Any) -> M
 
 
 def generate(name: str, cache: Cache | None, **changed: Any) -> Tensor:
-    """Of three sequences with padding on the left: an odd batch."""
+    """Generates for three sequences with padding on the left: an odd batch."""
     given = generate_arguments(12, changed)
     model = deep(name, NUM_LAYERS)
     if isinstance(cache, MicroBatchedCache):
@@ -165,7 +165,7 @@ def test_hidden_states_and_tuples_are_joined() -> None:
 
 
 class Failing:
-    """Ends the forward pass of the halves with so many sequences, in a layer that has got its tokens."""
+    """Fails the forward pass of halves with a given number of sequences, in a layer that has its new tokens."""
 
     def __init__(self, name: str, layer: int, *sequences: int) -> None:
         self._module, self._sequences = deep(name, NUM_LAYERS).model.layers[layer].mlp, sequences

@@ -38,7 +38,7 @@ class Server(NamedTuple):
     model: str
 
     def post(self, path: str, **body: Any) -> Answer:
-        """Of a request that is not streamed."""
+        """The answer to a request that is not streamed."""
         with self.stream(path, text=json.dumps(body)) as response:
             text = response.read()
             return response.status, json.loads(text) if text.startswith(b"{") else text
@@ -54,7 +54,7 @@ class Server(NamedTuple):
     def stream(
         self, path: str = "/v1/completions", name: str | None = None, **body: Any
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response to a request, of which nothing is read. name: its X-Request-ID."""
+        """The response to a request, unread. name: its X-Request-ID."""
         with contextlib.closing(http.client.HTTPConnection("localhost", self.port, timeout=60)) as connection:
             text = body["text"] if "text" in body else json.dumps({**body, "stream": True})
             headers = {"content-type": "application/json"} | ({} if name is None else {"X-Request-ID": name})
@@ -64,7 +64,7 @@ class Server(NamedTuple):
 
 
 def prompts(count: int = 8) -> list[list[int]]:
-    """Of 3 to about 60 tokens."""
+    """Prompts of 3 to about 60 tokens."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, VOCABULARY, (3 + 7 * one,), generator=generator).tolist() for one in range(count)]
 
@@ -119,13 +119,13 @@ def start(folder: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server]) -> Server:
-    """One that all tests ask."""
+    """A server that all tests share."""
     return start()
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[str]:
-    """What eager attention continues `prompts` with."""
+    """The continuations of `prompts` by eager attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     found = []
     for prompt in prompts():
@@ -135,7 +135,7 @@ def expected(folder: Path) -> list[str]:
 
 
 def test_requests_at_once_get_what_each_asks_for(server: Server, expected: list[str]) -> None:
-    """Greedy ones among others that sample."""
+    """Some requests are greedy, others sample."""
     options = [{"temperature": 0.0}, {"temperature": 2.0}, {"temperature": 0.0, "top_p": 0.9}]
     asked = [(prompt, one) for prompt in prompts() for one in options]
     with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:

@@ -1,4 +1,4 @@
-"""sparse_prefill: prompts are what eager attention makes of them under the tokens that the pattern keeps."""
+"""sparse_prefill: prompts have the results of eager attention to the tokens that the pattern keeps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def streaming(layer_idx: int, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 class Pattern:
-    """A pattern by sizes alone, which keeps what it was asked."""
+    """A pattern that depends only on sizes, and records its layers."""
 
     def __init__(self, blocks: Sizes = streaming) -> None:
         self.blocks = blocks
@@ -146,7 +146,7 @@ def test_decode_steps_are_dense_and_ask_no_pattern(name: str, kind: str) -> None
         cache = StaticCache(config=fast.config, max_cache_len=LENGTH + 8)
     with sparse_blocks(pattern):
         found = generated(fast, cache)
-    assert pattern.seqlens() == [(LENGTH, LENGTH)] * LAYERS  # without the free places of a static cache
+    assert pattern.seqlens() == [(LENGTH, LENGTH)] * LAYERS  # without free places of a static cache
     assert_same(found, expected)
 
 
@@ -164,7 +164,7 @@ def test_chunks_of_a_prompt_are_prompts(name: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 def test_a_prompt_after_cached_tokens_asks_for_its_own_queries(name: str, kind: str) -> None:
-    """A layer with a window holds its last tokens only: their first one is key 0."""
+    """A layer with a window holds only its last tokens: their first one is key 0."""
     eager, fast = pair(name)
     pattern, results = Pattern(), []
     first, second = prompts(2, LENGTH).split([70, LENGTH - 70], dim=1)
@@ -203,7 +203,7 @@ def test_a_pattern_may_leave_layers_dense() -> None:
 
 
 def test_a_pattern_may_read_queries_and_keys() -> None:
-    """Whatever is kept, each sequence has its own blocks."""
+    """Each sequence has its own blocks."""
     eager, fast = pair("llama")
     made = []
 
@@ -373,7 +373,7 @@ def test_a_model_that_never_calls_us_is_warned_of(implementation: str) -> None:
     assert [one.filename for one in caught] == [__file__]
 
 
-# What is refused
+# Refusals
 
 
 class Layer(nn.Module):
@@ -496,7 +496,7 @@ def test_a_batch_of_prompts_is_refused_and_a_batched_decode_step_is_not() -> Non
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["parts", "fullgraph"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "compiled before"])
 def test_a_compiled_prompt_is_refused(before: bool, fullgraph: bool) -> None:
-    """Also where a graph was made without a pattern."""
+    """It is refused even where a graph was made without a pattern."""
     given, pattern = _layer(LENGTH, LENGTH), Pattern()
     compiled = torch.compile(lambda: fast_attention_forward(**given)[0], backend="eager", fullgraph=fullgraph)
     dense = fast_attention_forward(**given)[0]
@@ -513,7 +513,7 @@ def test_a_compiled_prompt_is_refused(before: bool, fullgraph: bool) -> None:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_decode_step_is_served() -> None:
-    """As `generate` compiles it for static caches."""
+    """`generate` compiles it so for static caches."""
     eager, fast = pair("llama")
     step = torch.compile(fast, backend="eager", fullgraph=True)
     with hidden(eager, streaming):

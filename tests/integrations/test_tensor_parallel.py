@@ -44,12 +44,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 
 
 def halves(num_rows: int) -> list[int]:
-    """Blocks that end within a sequence, for whatever has as many rows."""
+    """Two blocks that end within a sequence, if there are enough rows."""
     return [num_rows] if num_rows < 5 else [num_rows // 2 + 1, num_rows - num_rows // 2 - 1]
 
 
 def divided(model: Any, device_type: str) -> Any:
-    """A model on two ranks. Newer versions of Transformers are told the plan, older ones ask the model."""
+    """A model on two ranks. Newer versions of Transformers take the plan, older ones ask the model for it."""
     expand = getattr(model, "_expand_parallel_plan", None)
     plan = () if expand is None else (expand(model.tp_plan),)
     return apply_tensor_parallelism(model, init_device_mesh(device_type, (2,)), *plan)
@@ -57,13 +57,13 @@ def divided(model: Any, device_type: str) -> Any:
 
 @functools.cache
 def parallel(name: str) -> Any:
-    """The model called `name` on two ranks, as from_pretrained with a DistributedConfig leaves it."""
+    """The model called `name` on two ranks, as from_pretrained with a DistributedConfig makes it."""
     return divided(copy.deepcopy(pair(name).eager), "cpu")
 
 
 @functools.cache
 def tiled(name: str) -> Any:
-    """That after tile_allreduce."""
+    """The parallel model after tile_allreduce."""
     model = parallel(name)
     tile_allreduce(model, plan=halves)
     return model
@@ -96,7 +96,7 @@ def projected() -> Iterator[Projected]:
 
 @torch.no_grad()
 def passes(name: str, side: str, cache: str) -> None:
-    """Prefill, then a chunk of three tokens and two single ones, all on one cache."""
+    """Checks prefill, then a chunk of three tokens and two single ones, all on one cache."""
     ids, mask = prompts(), padding_mask(side)
     results = []
     for model in (pair(name).eager, tiled(name)):

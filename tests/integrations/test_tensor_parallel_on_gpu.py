@@ -44,7 +44,7 @@ def tiled(name: str) -> Any:
 
 
 def logits_of(model: Any, ids: Tensor, mask: Tensor, cache: str) -> Tensor:
-    """Of a prompt, then of a chunk of three tokens and of two single ones: float64, on the CPU."""
+    """Logits of a prompt, then of a chunk of three tokens and of two single ones: float64, on the CPU."""
     device = next(model.parameters()).device
     past, seen, ids = make_cache(cache, model), mask.to(device), ids.to(device)
     found = [model(ids, attention_mask=seen, **{CACHE_ARGUMENT: past}).logits]
@@ -56,7 +56,7 @@ def logits_of(model: Any, ids: Tensor, mask: Tensor, cache: str) -> Tensor:
 
 @torch.no_grad()
 def passes(name: str, side: str, cache: str) -> None:
-    """At most twice as far from the whole model in float32 as the whole model in bfloat16 is."""
+    """Asserts at most twice the error that the whole model has in bfloat16, relative to float32."""
     ids, mask = prompts(), padding_mask(side)
     exact, usual = (logits_of(model, ids, mask, cache) for model in (pair(name).eager, whole(name)))
     with projected() as calls:

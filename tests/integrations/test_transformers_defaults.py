@@ -34,7 +34,7 @@ def _other_default(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _as_usual(make: Callable[[], Any]) -> Any:
-    """What `make` returns under torch's own defaults."""
+    """The result of `make` under torch's own defaults."""
     device, dtype = torch.get_default_device(), torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -42,9 +42,9 @@ WINDOWED = ("gemma2", "gpt_oss", "mistral")
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_prompts_mask_may_be_kept_while_decoding(name: str, side: str, cache: str, counts: tuple[int, ...]) -> None:
-    """Keys behind its end are unseen, and queries there are real: as in eager.
+    """Keys past its end are unseen, and queries there are real, as in eager.
 
-    Of a short sequence with padding on the right a window may hold no key at all: then rows are 0, arbitrary in eager.
+    The window of a short sequence with padding on the right may hold no key: then rows are 0, and arbitrary in eager.
     """
     ids, mask = prompts(), padding_mask(side)
     results = []
@@ -60,7 +60,7 @@ def test_a_prompts_mask_may_be_kept_while_decoding(name: str, side: str, cache: 
 
 
 def test_a_cache_within_a_budget_refuses_a_mask_without_the_new_tokens() -> None:
-    """Which would have them unseen. What was stored before stays."""
+    """New tokens would be unseen. Stored tokens stay."""
     fast, ids = pair("llama").fast, prompts()
     cache = FastAttentionCache(fast.config, **cache_arguments(LARGE, None, {}))
     with torch.no_grad():
@@ -130,7 +130,7 @@ DEEPSEEK_V4: dict[str, Any] = {
 
 @pytest.mark.parametrize("where", ["none", "left", "right", "hole"])
 def test_a_model_that_extends_its_mask_gets_that_of_eager(where: str) -> None:
-    """DeepSeek-V4 appends a bias to it, in the dtype of the mask: a bool one would exchange seen and unseen."""
+    """DeepSeek-V4 appends a bias in the dtype of the mask: with a bool mask, seen and unseen would be exchanged."""
     eager, fast = _models("deepseek_v4", **DEEPSEEK_V4)
     mask = padding_mask("none" if where == "hole" else where)
     if where == "hole":
@@ -159,7 +159,7 @@ def test_keys_that_an_indexer_selects_are_the_only_ones_seen(side: str) -> None:
         assert_same(logits, expected, mask)
         ids = prompts()[:1]
         assert fast.generate(ids, max_new_tokens=6).tolist() == eager.generate(ids, max_new_tokens=6).tolist()
-        eager.config.index_topk = 11  # what the test would show if the selection were lost
+        eager.config.index_topk = 11  # as if the selection were lost: logits must differ
         for layer in eager.model.layers:
             layer.self_attn.indexer.index_topk = 11
         assert (eager(prompts(), attention_mask=mask).logits - expected).abs().max() > 0.1
@@ -229,7 +229,7 @@ def test_a_users_entry_of_a_table_is_left_alone() -> None:
             del table["fast_attention"]
 
 
-# What attention modules of Transformers give an implementation by name, and this one serves or may leave unused.
+# Arguments by name that attention modules of Transformers give, and that fast_attention serves or may ignore.
 KNOWN_ARGUMENTS = {
     "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "dropout", "indices", "is_causal", "key",
     "max_length_k", "max_length_q", "output_attentions", "position_bias", "position_ids", "query", "s_aux", "scaling",
@@ -239,7 +239,7 @@ KNOWN_ARGUMENTS = {
 
 @in_deep_tier
 def test_every_argument_that_a_model_gives_is_known() -> None:
-    """One that nobody knows could change results. Whoever adds it here has looked what eager attention does with it."""
+    """An unknown argument could change results. Before adding it here, check what eager attention does with it."""
     unknown: dict[str, set[str]] = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""Masks without a matrix say what Transformers' own matrix says."""
+"""Masks without a matrix agree with Transformers' own matrix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCORES = Scores(softmax_scale=None, softcap=0.0, sinks=None, dropout_p=0.0)
 
 
 class Request(NamedTuple):
-    """What Transformers asks of a mask function."""
+    """The arguments that Transformers gives to a mask function."""
 
     batch_size: int
     q_length: int
@@ -68,7 +68,7 @@ def requests(draw: st.DrawFn) -> Request:
     padding = draw(st.sampled_from(("none", "left", "right", "anywhere")))
     if padding == "none":
         return Request(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, None)
-    # A mask may end early: that of a prompt, kept while decoding.
+    # A mask may end early, as that of a prompt that is kept while decoding.
     length = q_offset + q_length - draw(st.sampled_from((0, 0, 0, 1, q_length, q_length + 2)))
     tokens = torch.ones(batch_size, max(length, 1), dtype=torch.bool)
     for row in tokens:
@@ -90,7 +90,7 @@ def _tensors(request: Request, requires_grad: bool = False) -> tuple[Tensor, Ten
 
 
 def _real_queries(request: Request) -> Tensor:
-    """bool (batch_size, q_length), False where the query is a token of padding. Behind the mask all are real."""
+    """bool (batch_size, q_length), False where the query is padding. Queries past the end of the mask are real."""
     real = torch.ones(request.batch_size, request.q_offset + request.q_length, dtype=torch.bool)
     if request.attention_mask is not None:
         length = min(request.attention_mask.shape[1], real.shape[1])

@@ -144,7 +144,7 @@ def test_packed_sequences_do_not_see_each_other(name: str) -> None:
 @pytest.mark.parametrize("restarted", [False, True], ids=["positions run on", "positions start again"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_sequences_packed_by_the_caller_do_not_see_each_other(name: str, restarted: bool) -> None:
-    """With cu_seq_lens_q and its kin, as DataCollatorWithFlattening makes them."""
+    """The arguments cu_seq_lens_q and others are those that DataCollatorWithFlattening makes."""
     ids, offsets = prompts(1, 19), torch.tensor([0, 8, 18, 19], dtype=torch.int32)
     packing = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 10, "max_length_k": 10}
     position_ids = torch.cat([torch.arange(8), torch.arange(10), torch.arange(1)])[None] if restarted else None
@@ -179,7 +179,7 @@ def test_autocast_runs_in_its_dtype() -> None:
 
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_without_its_mask_function_padding_would_be_attended_to(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above would show if "fast_attention" were registered for attention alone: logits far off."""
+    """The tests above would notice if "fast_attention" were registered only for attention: logits are far off."""
     ids, mask = prompts(), padding_mask(side)
     registered: dict[str, Any] = dict(AttentionMaskInterface._global_mapping)
     del registered["fast_attention"]

@@ -1,4 +1,4 @@
-"""What fast_attention calls, what it never does, and what it refuses."""
+"""The functions that fast_attention calls, operations that it avoids, and its refusals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_transformers_is_imported_by_nobody_else() -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoding_copies_no_cache(name: str, kind: str, side: str, calls: Calls) -> None:
-    """A step reads keys and values in the memory of the cache, where the cache itself does not make new ones."""
+    """A step reads keys and values in the cache's memory, unless the cache itself makes new tensors."""
     fast = pair(name).fast
     past, mask = make_cache(kind, fast), padding_mask(side)
     assert isinstance(past, DynamicCache | StaticCache)
@@ -123,12 +123,12 @@ def test_padding_is_not_computed(side: str, calls: Calls) -> None:
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DECODERS, "t5"])
 def test_generation_makes_no_matrix(name: str, cache: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a padded prompt, with windows: a Transformers whose patterns are no longer recognized would make one."""
+    """A padded prompt with windows would make one if patterns of Transformers were no longer recognized."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a matrix is made")
 
-    if name != "t5":  # whose bias is a matrix anyway
+    if name != "t5":  # its bias is a matrix anyway
         monkeypatch.setattr(mask_function, "sdpa_mask", refuse)
     out = pair(name).fast.generate(
         prompts(), attention_mask=padding_mask("left"), max_new_tokens=8, do_sample=False, cache_implementation=cache
@@ -137,7 +137,7 @@ def test_generation_makes_no_matrix(name: str, cache: str | None, monkeypatch: p
 
 
 def test_autocast_decides_the_dtype(calls: Calls) -> None:
-    """Layers hand queries over in float32 under autocast, as rotary embedding leaves them."""
+    """Under autocast layers give queries in float32, the dtype after rotary embedding."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         pair("llama").fast(prompts())
     assert [{tensor.dtype for tensor in args[:3]} for _, args, _ in calls.take()] == [{torch.bfloat16}] * 2
@@ -240,7 +240,7 @@ def test_a_layer_without_a_mask_follows_its_flags(is_causal: bool, sliding_windo
     out, weights = integration.fast_attention_forward(
         Layer(), q, k, v, None, is_causal=is_causal, sliding_window=sliding_window
     )
-    distance = torch.arange(6)[:, None] - torch.arange(6)  # of a query to a key before it
+    distance = torch.arange(6)[:, None] - torch.arange(6)  # from a query to a key before it
     seen = (distance >= 0) if is_causal else torch.ones(6, 6, dtype=torch.bool)
     if sliding_window is not None:
         seen = seen & (distance.abs() < sliding_window)
@@ -275,7 +275,7 @@ def test_one_query_without_a_mask_sees_every_key() -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_one_compiled_step_decodes_a_static_cache(side: str) -> None:
-    """As `generate` runs it: the mask is made outside, and no step after the first is compiled again."""
+    """Runs as in `generate`: the mask is made outside, and no step after the first is compiled again."""
     graphs = []
 
     def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -303,7 +303,7 @@ def test_one_compiled_step_decodes_a_static_cache(side: str) -> None:
 
 
 def test_a_step_that_may_not_read_lengths_decodes_a_static_cache_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As while a CUDA graph is captured."""
+    """Lengths must not be read while a CUDA graph is captured."""
     made = []
 
     def noted(*arguments: Any) -> CachedMask:

@@ -1,6 +1,6 @@
 """Models that Transformers' Trainer trains with fast_attention take the steps that they take with eager attention.
 
-On kernels of the cpu backend.
+The kernels are those of the cpu backend.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.cpu.attention.backend import CpuBackend
 from integrations.models import VOCABULARY, pair
 
-Batch = dict[str, Any]  # what a model is called with
+Batch = dict[str, Any]  # arguments of a model
 
 STEPS, SEQLEN, BATCHES = 50, 96, 5
-NUM_LAYERS = 2  # of all models here
+NUM_LAYERS = 2  # layers of all models here
 # Losses begin near 6. Gradients of q, k or v that are 1% off move them by 6e-4 or more, rounding by 1e-5.
 TOLERANCE = 1e-4
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """What the cpu backend's own backward computed: one problem a call."""
+    """The problems that the cpu backend's own backward computed, one for each call."""
     problems: list[Problem] = []
     backward = CpuBackend.backward
 
@@ -71,7 +71,7 @@ def trainable(model: nn.Module, attention_dropout: float = 0.0) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for attribute in ("attention_dropout", "dropout"):  # of Llama and its kin, of T5
+        for attribute in ("attention_dropout", "dropout"):  # in Llama and similar models, in T5
             if isinstance(getattr(module, attribute, None), float):
                 setattr(module, attribute, attention_dropout)
     return model
@@ -106,7 +106,7 @@ def train(
             seed=seed,
             lr_scheduler_type="constant",
             weight_decay=0.01,
-            max_grad_norm=0.0,  # nothing that would hide a wrong gradient
+            max_grad_norm=0.0,  # off, because clipping would hide a wrong gradient
             use_cpu=True,
             save_strategy="no",
             report_to=[],
@@ -120,7 +120,7 @@ def train(
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Under its name, which Transformers 5.24 changed."""
+    """Enables checkpointing by its name, which Transformers 5.24 changed."""
     name = "activation_checkpointing_enable"
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
@@ -170,7 +170,7 @@ def test_a_learned_position_bias_leaves_self_attention_to_sdpa(served: list[Prob
 @slow
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=deep) for name in ("gemma2", "gpt_oss", "bert"))])
 def test_bfloat16_losses_are_as_near_to_float32_as_those_of_eager(name: str, served: list[Problem]) -> None:
-    """At most 1.5 times as far, on average over all steps: where weights are rounded, two runs soon part by chance."""
+    """At most 1.5 times as far, on average over all steps: two runs with rounded weights soon differ by chance."""
     # Weights of 0.2 in bfloat16 are 1e-3 apart: smaller steps would be lost.
     options = {"batches": batches_for(name), "learning_rate": 3e-3}
     exact = train(trainable(pair(name).eager), **options)

@@ -1,4 +1,4 @@
-"""What tests of linear attention share."""
+"""Fixtures of tests of linear attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What linear attention refuses, and what its errors say."""
+"""Refusals of linear attention, and their messages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_gates_of_gla_are_of_heads_or_of_keys(function: Any) -> None:
 
 
 def test_offsets_are_checked_in_every_call() -> None:
-    """Also in those whose plan is known."""
+    """Calls with a cached plan check them too."""
     arguments = {**ROW, "cu_seqlens": OFFSETS}
     chunk_gated_delta_rule(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="must rise from 0"):

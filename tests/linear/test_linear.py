@@ -43,7 +43,7 @@ def test_linear_attention_is_right(backend: str, case: LinearCase, chunked: bool
 
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 def test_chunks_of_torch_are_the_recurrence(rule: str) -> None:
-    """In float64, where nothing is rounded away."""
+    """The comparison is in float64, without rounding errors."""
     case = LinearCase(rule=rule, seqlen=150, initial_state=True, nheads=4)
     problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))
     wanted = reference.linear_attention(problem, inputs)
@@ -55,7 +55,7 @@ def test_chunks_of_torch_are_the_recurrence(rule: str) -> None:
 
 
 def call(inputs: LinearInputs, chunked: bool, backend: str, **arguments: object) -> tuple[Tensor, Tensor]:
-    """(out, final state) by the public functions."""
+    """(out, final state) of the public functions."""
     arguments = {"output_final_state": True, "backend": backend, "cu_seqlens": inputs.cu_seqlens, **arguments}
     if inputs.beta is None:
         function = chunk_gla if chunked else recurrent_gla
@@ -182,7 +182,7 @@ def test_64k_tokens_are_right(backend: str, rule: str) -> None:
     problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))
     out, state = LINEAR_BACKENDS.get(backend).plan(problem, inputs)(inputs)
     assert state is not None
-    # The recurrence in float64 over this many tokens, as chunks that nothing is lost in.
+    # The recurrence in float64 over this many tokens, in chunks without rounding errors.
     wanted = linear_attention(replace(problem, dtype=torch.float64), inputs, 64, torch.float64)
     assert_close(out.double(), wanted.out, atol=1e-4, rtol=1e-4)
     assert wanted.final_state is not None

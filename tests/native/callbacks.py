@@ -1,4 +1,4 @@
-"""Functions of Python as C has them."""
+"""Python functions as C function pointers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Callback:
-    """The C function at `address`, `void (void*)` unless told otherwise, which calls one of Python while this stays."""
+    """The C function at `address`, by default `void (void*)`, which calls a Python function while this object lives."""
 
     def __init__(
         self, function: Callable[..., Any], result: type | None = None, arguments: Sequence[type] = (ctypes.c_void_p,)

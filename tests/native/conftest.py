@@ -1,4 +1,4 @@
-"""What tests of the native library share."""
+"""Fixtures of tests of the native library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastattention.engine.operator import forget_plans
 
 
 def _forget() -> None:
-    """Backends are chosen again, and with them the instruction set."""
+    """Makes backends, and with them the instruction set, be chosen again."""
     load_library.cache_clear()
     ATTENTION_BACKENDS.forget()
     forget_plans()

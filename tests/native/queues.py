@@ -1,4 +1,4 @@
-"""Queues of work, and what a GPU and they tell each other."""
+"""Queues of work, and the counters by which a GPU and they synchronize."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastattention.backends.cpu.work_queue import WorkQueue
 
 
 class Numbers:
-    """What a GPU and the queue tell each other, and a queue."""
+    """A queue, and the counters by which a GPU and it synchronize."""
 
     def __init__(self, start: int = 0) -> None:
         self.memory = torch.tensor([start, start], dtype=torch.uint32)

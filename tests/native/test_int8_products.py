@@ -85,7 +85,7 @@ def test_a_bad_query_spoils_its_own_row_only(
 def test_a_bad_key_spoils_the_rows_that_see_its_group_only(
     int8_isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, bad: float, softcap: float
 ) -> None:
-    """It counts as 0 in the mean, so that nobody else notices more than that."""
+    """It counts as 0 in the mean, so other rows see only that."""
     q, k, v = tensors(seqlen_q, seqlen_k, dtype)
     offset = seqlen_k - seqlen_q
     key = offset + seqlen_q // 2  # on the diagonal of the middle row
@@ -96,7 +96,7 @@ def test_a_bad_key_spoils_the_rows_that_see_its_group_only(
     assert lse[0, 2:, sees].isnan().all()
     assert out[0, ~sees].isfinite().all()
     assert out[0, :, :2].isfinite().all()
-    k[0, key, 1, 7] = 0.0  # what the mean took it for
+    k[0, key, 1, 7] = 0.0  # its value in the mean
     assert torch.equal(out[0, ~sees], attend(q, k, v, causal=True, softcap=softcap)[0, ~sees])
 
 
@@ -108,7 +108,7 @@ def test_large_keys_do_not_overflow_the_mean(int8_isa: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_threads_do_not_change_a_bit(int8_isa: str, causal: bool) -> None:
-    """Of heads that fit a thread's cache, and of heads whose panels are packed by all threads."""
+    """Tests heads that fit a thread's cache, and heads whose panels all threads pack."""
     for seqlen in (300, 3000):
         q, k, v = tensors(seqlen, seqlen)
         results = []

@@ -1,4 +1,4 @@
-"""The native library's seams: its C interface, its symbols, its pool under forks and concurrent callers."""
+"""The native library's interface: its C functions, its symbols, its pool under forks and concurrent callers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_family_compiles_without_the_sources_of_another(family: str, tmp_path:
     others = [name for name in FAMILIES if name != family]
     shutil.copytree(PACKAGE / "backends" / "cpu" / "kernels", kernels, ignore=shutil.ignore_patterns(*others))
     shutil.copytree(PACKAGE / "backends" / "common", tmp_path / "common")
-    # The headers of kernels.cpp, which need one another in its order.
+    # The headers of kernels.cpp, which depend on its order.
     includes = (kernels / "kernels.cpp").read_text().split("// Which type")[0]
     includes = includes.replace("kernels.hpp", f"{family}/plan.hpp")
     for other in others:
@@ -108,15 +108,15 @@ def test_wrong_isa_makes_the_backend_unavailable_with_its_reason() -> None:
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 def test_no_code_of_an_isa_can_replace_common_code() -> None:
-    # The linker merges weak symbols of one name. One that a TU built for AVX-512 shares with common code would crash on
-    # an older processor, so every weak symbol of the kernels must be in its own instruction set's namespace.
+    # The linker merges weak symbols of one name. A symbol that a TU built for AVX-512 shares with common code would
+    # crash on an older processor. So every weak symbol of the kernels must be in its own instruction set's namespace.
     listing = subprocess.run(["nm", "-C", str(find_library())], capture_output=True, text=True, check=True).stdout
     if not listing:
         pytest.skip("the library is stripped, as an installed one is; FASTATTENTION_CPU_LIBRARY may name another")
     weak = [line.split(maxsplit=2)[2] for line in listing.splitlines() if re.match(r"[0-9a-f]+ [VWu] ", line)]
     owners = {"generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"}
     shared = [name for name in weak if not any(f"{owner}::" in name for owner in owners)]
-    common = ("std::vector<", "std::thread::")  # of what is built for any processor
+    common = ("std::vector<", "std::thread::")  # symbols of code built for any processor
     assert all(any(one in name for one in common) for name in shared), shared
 
 

@@ -22,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
-    """Of the instruction set at hand."""
+    """Makes plans of the current instruction set."""
     monkeypatch.setattr(LINEAR_ATTENTION, "_plans", {})
 
 
@@ -46,7 +46,7 @@ def results(case: LinearCase, dtype: torch.dtype) -> list[torch.Tensor]:
 @DTYPES
 @pytest.mark.parametrize("rule", ["delta", "key"])
 def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dtype: torch.dtype) -> None:
-    """Which decides how many columns of values a task has."""
+    """The number decides how many columns of values a task has."""
     case = LinearCase(rule, seqlen=200, nheads=3, nheads_k=1, headdim_k=72, headdim_v=200, initial_state=True)
     found = []
     for num_threads in (1, 2, 16):

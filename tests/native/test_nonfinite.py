@@ -27,7 +27,7 @@ def _from_a_panel_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opt
 
 
 def _with_values_in_the_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """fast_attn_func on keys that begin with the values, by which queries multiply 0."""
+    """fast_attn_func on keys that begin with the values, where queries are 0."""
     keys = torch.cat((v, k), dim=-1)
     return fast_attn_func(torch.cat((torch.zeros_like(q), q), dim=-1), keys, keys[..., : v.shape[-1]], **options)
 
@@ -106,7 +106,7 @@ def test_a_nan_is_not_swallowed_where_scores_are_modified(
     row, key = seqlen_q // 2, seqlen_k // 3
     clean, _ = attend(q, k, v, return_lse=True, backend="cpu", **options)
     bad_q, bad_k = q.clone(), k.clone()
-    bad_q[0, row, 0, 5] = float("nan")  # of one head
+    bad_q[0, row, 0, 5] = float("nan")  # in one head
     bad_k[0, key, 1] = float("nan")
     out, lse = attend(bad_q, k, v, return_lse=True, backend="cpu", **options)
     assert out[0, row, 0].isnan().all()

@@ -21,13 +21,13 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from .callbacks import Callback
 from .queues import Numbers
 
-DUE = 0.03  # seconds after which the library looks again who is awake
-NOBODY = 1000  # threads, of which no machine has so many at work
+DUE = 0.03  # seconds after which the library checks again whether threads are awake
+NOBODY = 1000  # more threads than any machine has at work
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class FakeOpenMp:
-    """A team of Python's threads. When the library looks how many must be at work, it hears `looked_for`: 0 are."""
+    """A team of Python's threads. When the library asks how many must be at work, it gets `looked_for`: 0 are."""
 
     def __init__(self, team: int = 2, most: int = 2, looked_for: int = 0) -> None:
         self.teams = 0
@@ -63,7 +63,7 @@ def two_threads() -> Iterator[None]:
 
 
 def attend_and_check() -> None:
-    """Whoever computes, the bits are those that one thread finds."""
+    """Asserts that the bits are those of one thread, whoever computes."""
     q, (k, v) = torch.randn(2, 97, 6, 40), torch.randn(2, 2, 211, 3, 40)
     found = fast_attn_func(q, k, v, causal=True, backend="cpu")
     fastattention.set_num_threads(1)
@@ -74,7 +74,7 @@ def attend_and_check() -> None:
 
 @pytest.mark.parametrize("team", [1, 2, 5])
 def test_a_team_that_is_awake_does_the_work(team: int) -> None:
-    """Of whatever size it turns out to be: within a parallel region it is the caller alone."""
+    """The team may have any size: within a parallel region it is only the caller."""
     openmp = FakeOpenMp(team)
     openmp.install()
     attend_and_check()
@@ -127,7 +127,7 @@ def test_a_forked_child_has_none() -> None:
 
 
 def test_the_thread_of_a_work_queue_does_without() -> None:
-    """OpenMP would start a team of threads for it."""
+    """For it OpenMP would start another team of threads."""
     openmp = FakeOpenMp()
     openmp.install()
     numbers = Numbers()
@@ -138,7 +138,7 @@ def test_the_thread_of_a_work_queue_does_without() -> None:
     numbers.wait(1)
     numbers.queue.end()
     assert openmp.teams == 0
-    assert openmp._asked == 1  # it was looked, and found awake
+    assert openmp._asked == 1  # the library checked, and found it awake
 
 
 def test_that_of_torch_is_found_where_torch_has_one() -> None:

@@ -1,4 +1,4 @@
-"""Calls that are prepared and run later: they give what a call would, on any thread, and never silently nothing."""
+"""Calls that are prepared and run later: they give the results of a call, on any thread, or report an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 class Problem:
-    """A paged cache and queries, which are not there yet."""
+    """A paged cache, and memory for queries that come later."""
 
     def __init__(self, dtype: torch.dtype, seqlen_q: int = 1) -> None:
         self.k, self.v = torch.randn(2, PAGES, PAGE_SIZE, NHEADS_K, HEADDIM).to(dtype)
@@ -51,7 +51,7 @@ class Problem:
 
 
 def call_address(work: CpuWork) -> None:
-    """As CUDA does."""
+    """Calls the function, as CUDA does."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.function)(work.argument)
     work.check()
 

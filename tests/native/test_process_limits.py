@@ -1,4 +1,4 @@
-"""What the system refuses to a process, or does to it in the middle of a call, ends no process and changes no number.
+"""Limits of the system, and signals in the middle of a call, end no process and change no result.
 
 Every test runs a process of its own, with real limits, forks and signals.
 """
@@ -11,7 +11,7 @@ import sys
 import pytest
 from tiers import slow
 
-# What all scripts begin with. Limits on threads do not bind root, hence another user, of whom there is one process.
+# The beginning of all scripts. Limits on threads do not bind root, hence another user, with a single process.
 COMMON = """
 import ctypes, os, resource, signal, sys, threading, time
 import torch
@@ -59,7 +59,7 @@ fastattention.set_num_threads(4)
 
 
 def run_script(script: str) -> str:
-    """What it prints."""
+    """The output of a script."""
     done = subprocess.run([sys.executable, "-c", COMMON + script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
@@ -105,7 +105,7 @@ except MemoryError as error:
     assert "could not start a thread" in run_script(script)
 
 
-# An OpenMP that seems to be awake, since it is asked first by who looks whether as many are at work: none need be.
+# A fake OpenMP that seems awake: the library asks it first, and no thread need be at work.
 OPENMP = """
 teams, members = [], [0]
 

@@ -1,4 +1,4 @@
-"""Every code of a quantized cache, and what is not finite in one, by every instruction set."""
+"""Every code of a quantized cache, and values that are not finite, on every instruction set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attend(engine: Engine, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **
 def test_every_code_is_the_number_it_stands_for(
     engine: Engine, stored: torch.dtype, dtype: torch.dtype, seqlen_q: int
 ) -> None:
-    """One key, so that out is its value: 256 columns of all codes, those of NaN by themselves."""
+    """There is one key, so out is its value: 256 columns of all codes, those of NaN separately."""
     codes = EVERY_CODE.view(stored)
     finite = codes.float().isfinite()
     usable = torch.where(finite, EVERY_CODE, torch.zeros_like(EVERY_CODE)).view(stored)
@@ -47,7 +47,7 @@ def test_every_code_is_the_number_it_stands_for(
 def test_a_nan_reaches_the_rows_that_see_it_and_no_other(
     engine: Engine, stored: torch.dtype, seqlen_q: int, group_size: int, name: str
 ) -> None:
-    """In the scale of one token of head 1 of two, or in one query."""
+    """The NaN is in the scale of one token of head 1 of two, or in one query."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-60, 60, (2, 150, 2, 64), generator=generator)
     k = v = codes.to(torch.int8) if stored is torch.int8 else codes.float().to(stored)
@@ -70,7 +70,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_other(
 @pytest.mark.parametrize("nheads", [1, 8])
 @pytest.mark.parametrize("headdim", [511, 512, 513, 576])
 def test_the_largest_products_of_int8_fit_their_sums(engine: Engine, headdim: int, nheads: int, code: int) -> None:
-    """Every element of a query and of a key is the largest there is."""
+    """Every element of a query and of a key is the largest possible."""
     q = torch.full((1, 1, nheads, headdim), 1.0 if code > 0 else -1.0, dtype=torch.bfloat16)
     k, v = torch.zeros(1, 2, 1, headdim, dtype=torch.int8), torch.tensor([100, 0]).to(torch.int8).view(1, 2, 1, 1)
     k[:, 0] = code

@@ -13,7 +13,7 @@ from fastattention.backends.cpu.library import load_library
 
 
 def _mask(tiles: TileRange) -> list[list[bool]]:
-    """Element by element, from the definition."""
+    """The mask element by element, from the definition."""
     offset = tiles.seqlen_k - tiles.seqlen_q
     return [
         [

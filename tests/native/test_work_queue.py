@@ -1,4 +1,4 @@
-"""A queue of work begins every job when its number is reached, in order, and tells when it is over."""
+"""A queue of work begins every job when its number is reached, in order, and signals its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def log() -> Log:
 def test_a_job_waits_for_its_number(numbers: Numbers, log: Log) -> None:
     numbers.queue.push(1, log.address, 41)
     numbers.queue.push(2, log.address, 42)
-    time.sleep(0.05)  # longer than the queue looks without resting
+    time.sleep(0.05)  # longer than the queue spins
     assert log.found == []
     assert numbers.done == 0
     numbers.reach(1)
@@ -51,7 +51,7 @@ def test_a_job_waits_for_its_number(numbers: Numbers, log: Log) -> None:
 
 def test_numbers_that_are_reached_before_let_a_job_begin(numbers: Numbers, log: Log) -> None:
     numbers.reach(5)
-    for number in (3, 5):  # 4 was never asked for
+    for number in (3, 5):  # 4 was never queued
         numbers.queue.push(number, log.address, number)
         assert numbers.queue.newest == number
     numbers.wait(5)
@@ -97,7 +97,7 @@ def test_an_end_drops_what_is_not_ready_and_lets_others_go_on(log: Log) -> None:
     numbers.wait(1)
     numbers.queue.end()
     assert log.found == [1]
-    assert numbers.done == 3  # a GPU that waits for them is not kept
+    assert numbers.done == 3  # a GPU that waits for them goes on
 
 
 def test_an_end_waits_for_the_job_under_way() -> None:
@@ -125,5 +125,5 @@ def test_a_queue_that_nobody_has_ends() -> None:
 
 
 def threads() -> int:
-    """Of this process."""
+    """Threads of this process."""
     return len(os.listdir("/proc/self/task"))

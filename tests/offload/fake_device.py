@@ -1,6 +1,6 @@
 """A fake device: computes on the CPU at once, copies as late as possible, and simulates a clock.
 
-It notices what would be a race on a real device: copies that touch the same memory with nothing that orders them.
+It notices what would be a race on a real device: unordered copies that access the same memory.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class Rates:
 
 @dataclass(eq=False)
 class Transfer:
-    """Copies of one line that nobody has waited for yet; those before it in the line come first."""
+    """Copies of one queue that have not been waited for yet; earlier ones of the queue come first."""
 
     line: deque[Transfer]
     copies: Sequence[Copy]
     after: Sequence[Point]
-    sources: list[Tensor] | None = None  # as they were when the copies were asked for, if they must still be so
-    abandoned: bool = False  # nobody knows of it, so nobody can rely on what it copies
+    sources: list[Tensor] | None = None  # their values when the copies were enqueued, if these must not change
+    abandoned: bool = False  # its event was lost, so no code can rely on its copies
 
 
 @dataclass(eq=False)
 class Point:
-    """An event: a time, and what has been carried out by then."""
+    """An event: a time, and the transfers that are complete by then."""
 
     time: float
     transfer: Transfer | None = None
 
 
 class Faults:
-    """Raises an error in one of the calls to come: in number `at`, counted from 0; `late`: when it is done."""
+    """Raises an error in a later call, number `at` counted from 0; `late`: after its work is done."""
 
     def __init__(self) -> None:
         self.fired = False
@@ -62,7 +62,7 @@ class Faults:
         self._left = None
 
     def call(self, method: Callable[..., Any], *args: Any, lose: bool = True) -> Any:
-        """lose: whether the call may fail with all done, so that its result is lost."""
+        """lose: whether the call may fail after its work is done, so that its result is lost."""
         fails = self._left == 0
         self._left = None if self._left is None or fails else self._left - 1
         self.fired |= fails
@@ -109,13 +109,12 @@ class Line(threading.local):
 
 @dataclass
 class FakeDevice(Device):
-    """Computes in the order in which it was asked to, which is one of those that a real device may choose.
+    """Computes in the order of calls, which is one that a real device may choose.
 
     Time passes for the computation (`now`, advanced by `compute`), for uploads, downloads and work on the CPU, each in
-    a line of its own. Who asks for all that takes no time.
-    Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
-    what is read of their target in between is seen. So are results of the CPU written. Every thread has a line of
-    computation of its own.
+    a queue of its own. The host takes no time. Copies are carried out as late as possible, when they are waited for. So
+    changes of their source, and reads of their target, in between are noticed. Results of the CPU are written late too.
+    Every thread has a queue of computation of its own.
     """
 
     rates: Rates = field(default_factory=Rates)
@@ -124,7 +123,7 @@ class FakeDevice(Device):
 
     def __post_init__(self) -> None:
         self._line = Line()
-        self._lock = threading.RLock()  # of copies: threads ask for them at once
+        self._lock = threading.RLock()  # for copies, which threads enqueue concurrently
         self.branches: list[int] = []
         self.adopted: list[Tensor] = []
         self.uploaded_until = self.downloaded_until = self.cpu_until = 0.0
@@ -158,12 +157,12 @@ class FakeDevice(Device):
         self.adopted.append(tensor)
 
     def compute(self, seconds: float, reads: Iterable[Tensor] = ()) -> None:
-        """The computation takes a while, in which it reads tensors."""
+        """Advances the computation by `seconds`, in which it reads tensors."""
         self.now += seconds
         self._reads += [(tensor, self.now) for tensor in reads]
 
     def finish(self) -> None:
-        """Carries out all that was asked for."""
+        """Carries out all enqueued transfers."""
         for line in (self._down, self._up, self._results):
             if line:
                 self._carry_out(line[-1])
@@ -260,7 +259,7 @@ class FakeDevice(Device):
             self._carry_out(event.transfer)
 
     def _carry_out(self, transfer: Transfer) -> None:
-        """A transfer, and those before it in its line."""
+        """Carries out a transfer, and those before it in its queue."""
         while transfer in transfer.line:
             first = transfer.line.popleft()
             for event in first.after:
@@ -296,5 +295,5 @@ def _overlap(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit: NaN too."""
+    """Whether tensors are equal bit for bit, NaN included."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""A store compared with a reference of plain tensors that hold the same, and its invariants."""
+"""A store compared with a reference of plain tensors that hold the same tokens, and its invariants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastattention.offload.pages import PagePool, PageShape
 from fastattention.quantized import dequantize, quantize
 from offload.fake_device import FakeDevice
 
-# Of numbers near 1, rounded once a part and once when the parts are merged.
+# Tolerances of values near 1, which are rounded once in a part and once when parts are merged.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 NHEADS_K, HEADDIM, HEADDIM_V = 2, 16, 8
 
@@ -33,7 +33,7 @@ def page_shape(
 
 @dataclass
 class CachePair:
-    """gpu_pages, cpu_pages: the budgets, in pages of each memory; buffers take some of the device's."""
+    """A store and its reference. gpu_pages, cpu_pages: budgets of each memory; buffers take some of gpu_pages."""
 
     num_layers: int = 4
     batch_size: int = 1
@@ -71,7 +71,7 @@ class CachePair:
             self.attend(tokens)
 
     def attend(self, tokens: int) -> None:
-        """A step of every layer, whose results are compared."""
+        """Runs a step of every layer, and compares the results."""
         padding = None if self.padding is None else Padding(self.padding)
         options = AttendOptions(padding=padding, **self.options)
         new: list[tuple[Tensor, Tensor]] = []
@@ -84,7 +84,7 @@ class CachePair:
         self._keep(new)
 
     def append(self, tokens: int) -> None:
-        """A prompt that nothing attends to."""
+        """Appends a prompt without attention."""
         new = []
         for index in range(self.num_layers):
             new.append(self._new(tokens))
@@ -107,7 +107,7 @@ class CachePair:
         self.check()
 
     def check(self) -> None:
-        """Lengths, budgets, and that every page has the owners that it is counted to have."""
+        """Checks lengths, budgets, and the number of owners of every page."""
         store = self.store
         assert store.length == self.length
         assert all(layer.length == self.length for layer in store._layers)
@@ -137,7 +137,7 @@ class CachePair:
         return self._random(tokens, NHEADS_K, HEADDIM), self._random(tokens, NHEADS_K, HEADDIM_V)
 
     def _held(self, index: int) -> tuple[Tensor, Tensor]:
-        """What the store held of a layer before this step: whole pages in CPU memory are quantized."""
+        """The tokens that the store held of a layer before this step: whole pages in CPU memory are quantized."""
         k, v = self.k[index].clone(), self.v[index].clone()
         cache_dtype, page_size = self.shape.cache_dtype, self.shape.page_size
         if cache_dtype is not None:
@@ -148,7 +148,7 @@ class CachePair:
         return k, v
 
     def _remember_rounding(self) -> None:
-        """What is fetched back from quantized pages is what they held."""
+        """Keeps the rounding of tokens that are fetched back from quantized pages."""
         if self.shape.cache_dtype is not None:
             for index in range(self.num_layers):
                 self.k[index], self.v[index] = self._held(index)
@@ -170,7 +170,7 @@ class CachePair:
 
 
 class Expected:
-    """A step may be refused for want of room, but only before its first layer, and then everything is as it was."""
+    """Expects that a step is refused for lack of room only before its first layer, without any change."""
 
     def __init__(self, make_pair: CachePair, index: int) -> None:
         self._pair, self._index = make_pair, index
@@ -196,7 +196,7 @@ def check_books(pool: PagePool, held: Sequence[int]) -> None:
 
 
 def poison(store: CooperativeKVStore) -> None:
-    """NaN wherever nothing has been written."""
+    """Fills memory that has not been written with NaN."""
     buffers = [buffer.pages for buffer in store._staging._buffers]
     for pages in (store._gpu.pages, store._host.pages, *buffers):
         for tensor in pages.tensors():
@@ -204,7 +204,7 @@ def poison(store: CooperativeKVStore) -> None:
 
 
 def watch(store: CooperativeKVStore, device: FakeDevice) -> None:
-    """Taking pages counts among the calls that may fail."""
+    """Counts taking pages among the calls that may fail."""
 
     def watched(take: Callable[[int], list[int]]) -> Callable[[int], list[int]]:
         return lambda count: device.faults.call(take, count, lose=False)

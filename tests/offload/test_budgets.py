@@ -1,4 +1,4 @@
-"""Budgets are kept, and what does not fit is refused before anything is lost."""
+"""Budgets are kept, and steps that do not fit are refused before anything is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_pair(gpu_pages: int, cpu_pages: int = 1000, num_layers: int = 4, batch_
 
 
 def fill(pair: CachePair, tokens: int = 1) -> CacheFullError:
-    """Steps until there is no room; the comparison includes that nothing was lost."""
+    """Runs steps until there is no room; the comparison checks that nothing was lost."""
     for _ in range(500):
         try:
             pair.attend(tokens)
@@ -71,7 +71,7 @@ def test_no_layer_can_leave_without_cpu_memory() -> None:
 @sampled
 @pytest.mark.parametrize("gpu_pages", range(8, 40, 2))
 def test_a_step_that_begins_has_room_to_its_end(gpu_pages: int) -> None:
-    """However tight the budget is; layers in CPU memory may come before those on the device and after them."""
+    """This holds for any budget; layers in CPU memory may come before those on the device and after them."""
     pair = make_pair(gpu_pages, num_layers=5 if gpu_pages > 9 else 4)
     for tokens in (7, 5, 3, 6, 5, 1, 9, 1, 5, 5, 5, 2, 5, 4, 5, 5):
         with suppress(CacheFullError):
@@ -128,7 +128,7 @@ def test_there_is_room_to_forget_when_there_are_more_sequences(gpu_pages: int) -
 
 @pytest.mark.parametrize("gpu_pages", range(10, 30))
 def test_there_is_always_room_to_forget(gpu_pages: int) -> None:
-    """What ends inside a page needs that page on the device again, in every layer."""
+    """A length that ends inside a page needs that page on the device again, in every layer."""
     pair = make_pair(gpu_pages, num_layers=6)
     pair.append(60)
     for length in (59, 57, 53, 50, 46):
@@ -152,7 +152,7 @@ def test_there_is_always_room_to_undo_a_step(gpu_pages: int) -> None:
 
 
 def test_sequences_that_there_is_no_room_for_are_refused() -> None:
-    """Buffers are divided anew, never enlarged; and every layer must keep a page of each sequence on the device."""
+    """Buffers are divided again, never enlarged, and every layer must keep a page of each sequence on the device."""
     pair = make_pair(40, batch_size=2)
     for rows in ([0] * 3, [0] * 9):
         pair.append(5)
@@ -168,7 +168,7 @@ def test_sequences_that_there_is_no_room_for_are_refused() -> None:
 
 
 def test_a_store_that_nobody_has_gives_its_memory_back_at_once() -> None:
-    """Not when Python happens to look for cycles: memory of the device is scarce."""
+    """It must not wait for Python's cycle collector, because memory of the device is scarce."""
     gc.disable()
     try:
         device = FakeDevice()
@@ -191,7 +191,7 @@ def test_a_store_that_nobody_has_gives_its_memory_back_at_once() -> None:
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_memory_is_within_the_budgets_to_the_byte(batch_size: int, cache_dtype: torch.dtype | None) -> None:
-    """CachePair checks it after every step; here that the budgets are used as well."""
+    """CachePair checks that after every step. This test also checks that the budgets are used."""
     shape = page_shape(torch.bfloat16, cache_dtype)
     pair = CachePair(3, batch_size, shape, 20 * batch_size, 60, device=FakeDevice())
     fill(pair)

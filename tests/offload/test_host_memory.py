@@ -1,4 +1,4 @@
-"""Host memory is pinned as it is used, in slabs that devices may copy from, and given back."""
+"""Host memory is pinned as it is used, in slabs that devices may copy from, and freed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_slabs_share_no_page_of_the_system_and_cover_all(shape: PageShape) -> No
     assert all(begin % mmap.PAGESIZE == 0 for begin, _ in spans(device))
     assert sum(slab.nbytes for slab in device.pinned) == num_pages * shape.nbytes
     for tensor in pages.tensors():
-        tensor.view(torch.uint8).fill_(1)  # all of it is there
+        tensor.view(torch.uint8).fill_(1)  # all of it can be written
 
 
 @every_shape
@@ -76,7 +76,7 @@ def test_slabs_are_as_large_as_asked_about(shape: PageShape) -> None:
 
 
 def test_what_is_copied_in_one_piece_lies_within_a_slab() -> None:
-    """As a pool of these pages has its runs."""
+    """Copies are the runs of a pool of these pages."""
     shape = SHAPES[3]
     device = FakeDevice()
     memory = HostMemory(shape, device)

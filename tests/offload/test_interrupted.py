@@ -1,4 +1,4 @@
-"""Whatever ends a step early, wherever, the next one finds the store as if that step had never begun."""
+"""After a step that ends early, anywhere and by any error, the store is as if that step had never begun."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, pag
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
 every_share = pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-# Before the call that fails has done anything, or when it has done all; by whatever is no error of ours at all.
+# The fault comes before the failing call has done anything, or after it has done everything, with errors that are not
+# ours.
 every_fault = pytest.mark.parametrize(
     ("error", "late"), [(KeyboardInterrupt(), False), (RuntimeError("lost"), True)], ids=["before", "after"]
 )
 
 
 def full(share: float, batch_size: int = 2, tokens: int = 30, num_layers: int = 4) -> CachePair:
-    """Of 4 layers, some are in CPU memory."""
+    """A store with some of its layers in CPU memory."""
     pages = 25 * batch_size if num_layers > 1 else 8 * batch_size
     shape = page_shape(torch.float32)
     pair = CachePair(
@@ -38,7 +39,7 @@ def full(share: float, batch_size: int = 2, tokens: int = 30, num_layers: int = 
 def interrupt_everywhere(
     pair: CachePair, error: BaseException, late: bool, do: Callable[[], None], then: Callable[[], None]
 ) -> int:
-    """Does something again and again, each time with a fault one call later, until none happens; counts the faults."""
+    """Repeats an action, each time with a fault one call later, until none happens. Returns the number of faults."""
     for at in itertools.count():
         pair.device.faults.arm(at, error, late)
         with suppress(type(error)):
@@ -89,7 +90,7 @@ def test_a_prompt_is_undone_by_the_next(error: BaseException, late: bool) -> Non
 
 @every_fault
 def test_the_only_layer_s_prompt_is_undone(error: BaseException, late: bool) -> None:
-    """It is appended in pieces; none of them stays."""
+    """The prompt is appended in pieces, none of which stays."""
     pair = full(0.4, num_layers=1, batch_size=1)
 
     def retry() -> None:
@@ -119,7 +120,7 @@ def test_sequences_are_selected_in_all_layers_or_in_none(share: float, error: Ba
 def test_truncating_is_finished_by_the_next_step(
     num_layers: int, length: int, error: BaseException, late: bool
 ) -> None:
-    """What was forgotten of some layers is not there any more, so it is forgotten of all."""
+    """Tokens that some layers have lost cannot be restored, so all layers drop them."""
     pair = full(0.4, num_layers=num_layers)
 
     def steps() -> None:
@@ -175,7 +176,7 @@ def test_a_share_that_steps_have_changed_goes_on_after_interrupted_ones() -> Non
 
 @every_share
 def test_beams_after_an_interrupted_step(share: float) -> None:
-    """Pages that an interrupted step took are not shared as if they held something."""
+    """Pages that an interrupted step took are not shared as if they held tokens."""
     for at in range(12):
         pair = full(share)
         pair.device.faults.arm(at, KeyboardInterrupt())

@@ -1,4 +1,4 @@
-"""The store computes what plain attention over all tokens does, wherever the keys and values lie."""
+"""The store computes plain attention over all tokens, wherever keys and values are stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ every_quantized = pytest.mark.parametrize("cache_dtype", QUANTIZED, ids=["int8",
 
 
 def make_pair(share: float = 0.4, **changed: Any) -> CachePair:
-    """With room on the device for about a layer of 40 tokens, and for a page of the others."""
+    """A store with room on the device for about a layer of 40 tokens, and for a page of each other layer."""
     batch_size = changed.get("batch_size", 1)
     changed.setdefault("gpu_pages", 25 * batch_size)
     return CachePair(share=lambda layers, tokens: share, **changed)
@@ -46,7 +46,7 @@ def test_steps_after_a_prompt(share: float, dtype: torch.dtype) -> None:
 @every_share
 @every_quantized
 def test_quantized_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -> None:
-    """Exactly those that are whole, each number rounded once."""
+    """Exactly whole pages are quantized, each value once."""
     pair = make_pair(share, shape=page_shape(torch.float32, cache_dtype))
     pair.attend(13)
     pair.steps(30)
@@ -68,7 +68,7 @@ def test_quantized_pages_of_half_precision(cache_dtype: torch.dtype) -> None:
 
 @every_share
 def test_every_option_at_once(share: float) -> None:
-    """Softcap, sinks, three sequences of uneven padding; six heads on two, the last dimension of values smaller."""
+    """Softcap, sinks, three sequences of uneven padding, six heads on two, and a smaller head dimension of values."""
     options = {"softcap": 3.0, "sinks": torch.randn(6)}
     pair = make_pair(share, batch_size=3, nheads=6, options=options, padding=[0, 7, 3])
     pair.attend(11)
@@ -108,7 +108,7 @@ def test_a_prompt_in_chunks(share: float, chunk: int) -> None:
 
 @every_share
 def test_a_prompt_that_nothing_attends_to(share: float) -> None:
-    """It may be longer than all that fits the device: a layer in CPU memory takes it in pieces."""
+    """A prompt may exceed the device: a layer in CPU memory takes it in pieces."""
     pair = make_pair(share)
     pair.append(300)
     assert pair.store.layers_on_cpu == [True] * 4
@@ -118,7 +118,7 @@ def test_a_prompt_that_nothing_attends_to(share: float) -> None:
 
 @every_share
 def test_several_tokens_a_step(share: float) -> None:
-    """As in assisted decoding: candidates are appended, and those that are not accepted forgotten."""
+    """As in assisted decoding, candidates are appended, and those that are not accepted are dropped."""
     pair = make_pair(share)
     pair.attend(10)
     for accepted in (1, 5, 3, 2, 4, 1, 5, 5, 2, 5):
@@ -155,7 +155,7 @@ def test_layers_move_in_the_middle_of_decoding(share: float) -> None:
 @every_share
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 def test_beams(share: float, page_size: int) -> None:
-    """Any of the sequences goes on as any other, several times or not at all."""
+    """Any sequence may be continued from any other, several times or not at all."""
     pair = make_pair(
         share, batch_size=3, padding=[0, 5, 2], shape=page_shape(page_size=page_size), gpu_pages=280 // page_size
     )
@@ -182,7 +182,7 @@ def test_sequences_are_repeated_and_dropped(share: float) -> None:
 
 
 def test_reading_ahead_uploads_nothing_twice() -> None:
-    """In the steady state a step uploads its share once: what was read ahead is used."""
+    """In the steady state a step uploads its share once, because prefetched chunks are used."""
     pair = make_pair(1.0)
     pair.append(100)
     pair.steps(2)
@@ -197,7 +197,7 @@ def test_reading_ahead_uploads_nothing_twice() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_buffer_is_filled_again_only_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
-    """The computation is slower here than the link; the device notices when an upload overtakes it."""
+    """The computation is slower than the link here, and the device notices an upload that overtakes it."""
     pair = make_pair(0.6, batch_size=batch_size)
     attend_to_chunk = pair.store._attend_to_chunk
 

@@ -1,4 +1,4 @@
-"""Works that run at once: their results, exceptions and modes, what they hand to the CPU, and the predicted step."""
+"""Works that run at once: their results, exceptions and modes, their work on the CPU, and the predicted step."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from fastattention.threads import get_num_threads, set_num_threads
 
 from .fake_device import FakeDevice
 
-LONG = 30.0  # seconds after which what should happen at once is taken not to happen
-SHORT = 0.1  # seconds in which what must not happen would have happened
+LONG = 30.0  # seconds after which an event that should happen at once counts as missing
+SHORT = 0.1  # seconds within which a forbidden event would have happened
 
 
 def test_results_are_in_the_order_of_the_works() -> None:
@@ -89,7 +89,7 @@ def test_tensors_that_are_returned_are_adopted_by_the_caller() -> None:
 
 
 class Slow:
-    """A work that ends late: it looks whether the caller came back before it ended."""
+    """A work that ends late: it checks whether the caller came back before it ended."""
 
     def __init__(self, begin: threading.Event) -> None:
         self._begin = begin
@@ -175,7 +175,7 @@ setting = contextvars.ContextVar("setting", default="none")
 
 
 def modes() -> tuple[object, ...]:
-    """All that a forward pass may depend on, as a thread sees it."""
+    """All modes that a forward pass may depend on, in this thread."""
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return (
         torch.is_grad_enabled(),
@@ -219,7 +219,7 @@ QUERIES = torch.zeros(1, 1, 2, 4)
 
 
 class Work:
-    """Work of the CPU that is any function."""
+    """Work of the CPU that calls any function."""
 
     function = argument = 0
 
@@ -234,7 +234,7 @@ class Work:
 
 
 def enqueue_attention(device: FakeDevice, work: Callable[[int], object]) -> None:
-    """Hands over work, which is given its number of threads."""
+    """Enqueues work on the CPU, which gets its number of threads."""
 
     def prepare(q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> Work:
         return Work(lambda: work(num_threads))
@@ -275,7 +275,7 @@ AMPLE = 1 << 40  # bytes of buffers: uploads never wait for room
 
 
 def pipeline(segments: int, gpu: float, cpu: float) -> float:
-    """When two halves end that take turns: each computes on the GPU, then the CPU attends, so many times."""
+    """The end of two halves that take turns: each computes on the GPU, then the CPU attends, `segments` times."""
     free = {"gpu": 0.0, "cpu": 0.0}
     ready = [0.0, 0.0]
     for _ in range(segments):

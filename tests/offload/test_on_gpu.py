@@ -101,7 +101,7 @@ def test_steps_are_right_however_streams_run(share: float, dtype: torch.dtype, c
 def as_stored(
     store: CooperativeKVStore, index: int, tokens: Tensor, length: int, cache_dtype: torch.dtype | None
 ) -> Tensor:
-    """float32 numbers that a layer held before this step: whole pages in CPU memory are quantized."""
+    """float32 values that a layer held before this step: whole pages in CPU memory are quantized."""
     if cache_dtype is None or not store.layers_on_cpu[index]:
         return tokens
     end = length // PAGE_SIZE * PAGE_SIZE
@@ -160,7 +160,7 @@ def test_nothing_is_pinned_when_a_store_is_gone() -> None:
 
 
 class Increment(Callback):
-    """Work of the CPU: the first number of some pinned ones, one more and a little later, is the second."""
+    """Work of the CPU: a little later, the second of two pinned numbers becomes the first plus one."""
 
     def __init__(self) -> None:
         self.numbers = torch.zeros(2, dtype=torch.int64).pin_memory()

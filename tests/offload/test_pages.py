@@ -1,4 +1,4 @@
-"""Pages are handed out once, shared, and written again only when nobody reads them."""
+"""Pages are handed out once, shared, and written again only when they are no longer read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Waits:
-    """Events that somebody waited for, in order; it may be interrupted."""
+    """Records events that were waited for, in order; a wait may be interrupted."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -166,7 +166,7 @@ def test_whatever_is_taken_shared_and_released_every_page_has_its_owners(
         assert pages.used == len({page for one in owned for page in one})
 
 
-# Numbers drawn one by one are seldom neighbours.
+# Pages drawn one by one are seldom neighbours.
 NEIGHBOURS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=4).map(
     lambda runs: [page for first, count in runs for page in range(first, first + count)]
 )

@@ -1,4 +1,4 @@
-"""The planner: golden figures of the model, what fits, and what must hold for any model and machine."""
+"""The planner: golden figures of the model, memory limits, and properties of any model and machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_step_is_what_the_formulas_say() -> None:
     expected = {
         Policy.CLASSICAL: 4 * layer_kv / 1e10,
         Policy.COOPERATIVE: base + 4 * (layer_kv / 4e10 + 1e-3),
-        # 1e10 and 4e10 at once is more than host memory has.
+        # 1e10 and 4e10 together exceed host memory.
         Policy.HYBRID: base + 4e-3 + (4 * layer_kv - 1e10 * base) / 4.5e10,
     }
     for policy, seconds in expected.items():
@@ -67,7 +67,7 @@ def test_a_step_is_what_the_formulas_say() -> None:
 
 
 def test_uploads_hide_only_as_far_as_buffers_hold_them() -> None:
-    # A step of other layers takes a second and more; a layer on the CPU is four times what both buffers hold.
+    # A step of other layers takes more than a second; a layer on the CPU is four times as large as both buffers.
     hardware = Hardware("slow GPU", 1e10, 1e10, 4e10, 4.5e10, handover_seconds=1e-3, layer_overhead_seconds=0)
     options = {"batch_size": 1, "seqlen": 128 * K, "gpu_memory": 64 * GIB, "num_layers_cpu": 4}
     placement = place(LLAMA_8B, hardware, **options)
@@ -93,7 +93,7 @@ def test_classical_wins_where_uploads_hide_under_other_layers() -> None:
 
 
 def test_of_equally_fast_policies_the_simplest_is_chosen() -> None:
-    # Uploads of both hide wholly, and handing over costs nothing.
+    # Uploads are hidden completely, and handing over costs nothing.
     hardware = Hardware("fast link", 1e9, 1e12, 1e12, 1e12, handover_seconds=0, layer_overhead_seconds=0)
     placement = place(LLAMA_8B, hardware, batch_size=1, seqlen=K, gpu_memory=64 * GIB, num_layers_cpu=1)
     predicted = placement.predictions
@@ -325,7 +325,7 @@ def test_hybrid_is_never_slower_than_both_others(model: ModelShape, hardware: Ha
     assert cooperative is not None
     assert hybrid is not None
     assert hybrid <= cooperative * (1 + 1e-9)
-    # It hands over where classical does not; else classical is slower wherever it waits for the link.
+    # It hands over, unlike classical; apart from that, classical is slower wherever it waits for the link.
     free = replace(hardware, handover_seconds=0.0)
     without = place(model, free, num_layers_cpu=num_layers_cpu, **options).predictions[Policy.HYBRID].seconds
     assert without is not None

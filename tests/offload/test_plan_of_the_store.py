@@ -1,4 +1,4 @@
-"""What the planner says a store takes and how long a step is, the store does: it runs here on a fake device."""
+"""The store takes the memory and the time that the planner predicts, on a fake device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .fake_device import FakeDevice, Rates
 
 MODEL = ModelShape("tiny", 6, 2, 1, 16, 32, 32, 32, dtype_bytes=4)
 PAGE_SIZE, CHUNK = 8, 48
-FIXED = MODEL.weight_bytes  # the budget's bytes that are not the cache's, with no workspace
+FIXED = MODEL.weight_bytes  # bytes of the budget that the cache does not get, without workspace
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks and buffers of some pages."""
+    """Makes chunks and buffers a few pages long."""
     monkeypatch.setattr(memory, "PREFILL_CHUNK", CHUNK)
     monkeypatch.setattr(memory, "STAGING_TOKENS", 64)
 
@@ -47,7 +47,7 @@ def make_store(
 
 
 def step(store: CooperativeKVStore, tokens: int) -> Iterator[int]:
-    """A pass through the model, as far as it is asked for."""
+    """A pass through the model, layer by layer."""
     q = torch.zeros(store.batch_size, tokens, MODEL.nheads, MODEL.headdim)
     k = torch.zeros(store.batch_size, tokens, MODEL.nheads_k, MODEL.headdim)
     for layer in range(MODEL.num_layers):
@@ -56,7 +56,7 @@ def step(store: CooperativeKVStore, tokens: int) -> Iterator[int]:
 
 
 def fill(store: CooperativeKVStore, seqlen: int) -> None:
-    """A prompt in chunks, the last of them whole: this takes the most memory."""
+    """Appends a prompt in chunks, the last of them full, which takes the most memory."""
     chunk = CHUNK // store.batch_size
     while (left := seqlen - store.length) > 0:
         list(step(store, left % chunk or chunk))
@@ -108,7 +108,7 @@ def test_the_store_has_the_buffers_of_the_plan() -> None:
 @pytest.mark.parametrize("policy", [Policy.CLASSICAL, Policy.HYBRID])
 @pytest.mark.parametrize("layer_seconds", [2e-5, 1e-4, 2e-4])
 def test_a_step_takes_what_is_predicted_also_when_uploads_wait_for_room(policy: Policy, layer_seconds: float) -> None:
-    # The link takes 0.5 ms for a layer on the CPU, and 0.13 ms to fill both buffers, once before each of two.
+    # The link takes 0.5 ms for a layer on the CPU, and 0.13 ms to fill both buffers, once before each of two layers.
     rates = Rates(link=128e6, cpu=256e6)
     hardware = Hardware("fake", 1e30, rates.link, rates.cpu, 1e12, 0.0, layer_seconds)
     workload = workload_of(1, 512)

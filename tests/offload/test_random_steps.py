@@ -20,7 +20,7 @@ DTYPES = st.sampled_from([None, None, torch.int8, torch.float8_e4m3fn])
 
 
 class RandomSteps(RuleBasedStateMachine):
-    """A store and plain tensors that hold the same: the comparison is that of CachePair."""
+    """A store and plain tensors that hold the same, compared by CachePair."""
 
     pair: CachePair
 

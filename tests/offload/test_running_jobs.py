@@ -11,7 +11,7 @@ from fastattention.offload.device import CpuJob, Running
 
 
 class Work:
-    """Work whose end a test decides on."""
+    """Work whose end the test controls."""
 
     function = argument = 0
 

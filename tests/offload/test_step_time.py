@@ -1,4 +1,4 @@
-"""On the fake clock a step takes the time of the model: copies and the CPU overlap as they are meant to.
+"""On the fake clock a step takes the time of the model: copies and the CPU overlap.
 
 With N layers of w seconds, L of them in CPU memory with S bytes each, b_P and b_C bytes a second of the link and of the
 CPU, tau seconds of handing over, and T0 = N w:
@@ -19,22 +19,22 @@ from offload.timed_store import SHAPE, S, TimedStore, W, hybrid_share
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
-STEPS, STEADY = 8, 4  # all, and the last of them that count
+STEPS, STEADY = 8, 4  # all steps, and the last ones, which count
 
 every_link = pytest.mark.parametrize("link", [S / 2, S / 8, S / 20], ids=["fast link", "link", "slow link"])
 every_ratio = pytest.mark.parametrize("ratio", [0.5, 3.0, 9.0])
 
 
 class Run(NamedTuple):
-    """What a store did in the steady state."""
+    """The behaviour of a store in the steady state."""
 
     step: float  # seconds
-    link: float  # part of the time in which it was busy with uploads
+    link: float  # share of the time in which it was busy with uploads
     buffers: float  # bytes
 
 
 def run(num_layers: int, on_cpu: int, share: float, link: float, cpu: float, handover: float = 0.0) -> Run:
-    """The last of some steps."""
+    """Measures the last of some steps."""
     timed = TimedStore(num_layers, on_cpu, share, Rates(link, cpu, handover))
     timed.steps(STEPS - STEADY)
     uploaded = timed.device.uploaded_bytes
@@ -78,7 +78,7 @@ def test_hybrid(num_layers: int, on_cpu: int, link: float, ratio: float) -> None
 
 @pytest.mark.parametrize("link", [S / 1.5, S / 2, S / 3])
 def test_buffers_too_small_for_the_time_between_two_layers_leave_the_link_idle(link: float) -> None:
-    """No store does better: what does not fit the buffers is uploaded when its layer has come."""
+    """No store does better: tokens that do not fit the buffers are uploaded when their layer runs."""
     found = run(8, 4, 1.0, link, cpu=1.0)
     between = 2 * W
     assert found.buffers < S

@@ -1,4 +1,4 @@
-"""The share of a hybrid becomes the one with which steps are fastest, whatever was predicted."""
+"""The share of a hybrid converges to that of the fastest step, for any prediction."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MACHINES = {
     "all layers": (8, 8, S / 8, 3 * S / 8),
 }
 every_machine = pytest.mark.parametrize("machine", MACHINES)
-SETTLING, STEPS = 14, 4  # before those that are timed
+SETTLING, STEPS = 14, 4  # steps before those that are timed, and timed steps
 
 
 @functools.cache
 def best_fixed(machine: str) -> float:
-    """Seconds of a step with the best of all shares, when none changes."""
+    """Seconds of a step with the best fixed share."""
     num_layers, on_cpu, *rates = MACHINES[machine]
     return min(fixed(num_layers, on_cpu, share / 32, Rates(*rates)) for share in range(2, 32))
 
@@ -93,17 +93,17 @@ def test_a_step_in_which_the_host_stalls_does_not_throw_it_off(machine: str, par
     timed.device.rates = Rates(link, cpu)
     for _ in range(SETTLING):
         timed.step()
-        assert abs(timed.last_share - share) < 2.5 * MOST_CHANGE  # what it uploaded late is used by the step after it
+        assert abs(timed.last_share - share) < 2.5 * MOST_CHANGE  # the next step uses its late uploads
     assert timed.steps(STEPS) < 1.03 * best_fixed(machine)
 
 
 def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
-    """A step of two stores, all of whose layers are on the CPU: they share the device and take turns in every layer."""
+    """Seconds of a step of two stores with all layers on the CPU, which share the device and alternate by layer."""
     device = FakeDevice(rates)
     halves = [TimedStore(num_layers, num_layers, share, rates, device) for _ in range(2)]
     begin = computed = device.now
     for number in range(SETTLING + STEPS):
-        ends = [device.now] * 2  # of the line of each
+        ends = [device.now] * 2  # one for the queue of each
         begin = device.now if number == SETTLING else begin
         for index in range(num_layers):
             for half, timed in enumerate(halves):
@@ -127,7 +127,7 @@ def test_two_stores_share_link_and_cpu(monkeypatch: pytest.MonkeyPatch, ratio: f
 
 
 class NeverOver(FakeDevice):
-    """Whose events are all still to come."""
+    """A device whose events never happen."""
 
     over = False
 
@@ -149,7 +149,7 @@ def test_events_that_are_not_over_are_not_waited_for_nor_kept_without_end() -> N
 
 
 class CudaEvent:
-    """An event of a GPU; asking it for more than it knows is an error, and it cannot be waited for."""
+    """An event of a GPU; asking for a time that is not known raises, and it cannot be waited for."""
 
     def __init__(self, milliseconds: float | None) -> None:
         self.milliseconds = milliseconds
@@ -184,7 +184,7 @@ def make_controller() -> UploadController:
 
 
 def timing(uploads: Sequence[tuple[float, float]], on_cpu: tuple[float, float]) -> LayerTiming:
-    """Of 100 tokens, 40 were uploaded, after an upload that ended at 0."""
+    """The timing of a visit in which 40 of 100 tokens were uploaded, after an upload that ended at 0."""
     ends = [0.0, *(end for _, end in uploads)]
     return LayerTiming(
         [Upload(before, *one) for before, one in zip(ends, uploads, strict=False)], Span(*on_cpu), 40, 60
@@ -192,7 +192,7 @@ def timing(uploads: Sequence[tuple[float, float]], on_cpu: tuple[float, float]) 
 
 
 def step(found: UploadController, *visits: LayerTiming | None, predicted: float = 0.4) -> float:
-    """A step with these visits; the share that it was given."""
+    """Runs a step with these visits, and returns its share."""
     share = found.begin_step(predicted, 1000)
     for visit in visits:
         found.observe(visit)
@@ -205,7 +205,7 @@ LATE = timing([(4.0, 8.0)], (3.0, 9.0))
 
 
 def share_after(*visits: LayerTiming | None) -> float:
-    """The share that is used once a step with these visits, after another one, has been looked at."""
+    """The share after a step with these visits, which follows another one, has been evaluated."""
     found = make_controller()
     step(found, EVEN)
     step(found, *visits)
@@ -213,7 +213,7 @@ def share_after(*visits: LayerTiming | None) -> float:
     return found.begin_step(0.4, 1000)
 
 
-# Uploads take 4 s, and the CPU 6, but for the last one: every token costs either 0.1 s.
+# Uploads take 4 s, and the CPU 6, except for the last one: every token takes 0.1 s on either.
 @pytest.mark.parametrize(
     ("visit", "best"),
     [
@@ -301,7 +301,7 @@ def test_a_hybrid_leaves_a_page_to_either(num_pages: int) -> None:
 
 
 class Wavering(FakeDevice):
-    """Whose link and CPU are fast and slow in turns, so that the share never rests."""
+    """A device whose link and CPU are fast and slow in turns, so that the share keeps changing."""
 
     jobs = 0
 
@@ -314,7 +314,7 @@ class Wavering(FakeDevice):
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["as q", "int8"])
 def test_results_are_right_while_the_share_moves(cache_dtype: torch.dtype | None) -> None:
-    """Whatever is read ahead with the share of before: nothing is left out, and nothing attended to twice."""
+    """With chunks prefetched for an earlier share, no token is left out or attended to twice."""
     pair = CachePair(batch_size=2, gpu_pages=60, share=lambda layers, tokens: 0.5, padding=[3, 0], device=Wavering())
     pair.append(120)
     shares = set()
@@ -329,7 +329,7 @@ def test_results_are_right_while_the_share_moves(cache_dtype: torch.dtype | None
 
 
 def test_a_share_that_moves_uploads_nothing_in_vain() -> None:
-    """What was read ahead is used, also when the share is another when its step begins."""
+    """Prefetched chunks are used even if the share has changed when their step begins."""
     pair = CachePair(gpu_pages=25, share=lambda layers, tokens: 0.5, device=Wavering())
     pair.append(120)
     pair.steps(4)

@@ -1,4 +1,4 @@
-"""A store on the fake device whose steps are timed: every layer takes W seconds beside its attention."""
+"""A store on the fake device whose steps are timed: every layer takes W seconds besides its attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ S = TOKENS * SHAPE.token_bytes
 
 
 class TimedStore:
-    """A prompt of TOKENS, with room on the device for all but `on_cpu` layers; buffers take an eighth of it."""
+    """A store with a prompt of TOKENS, and room on the device for all but `on_cpu` layers, an eighth of it buffers."""
 
     def __init__(
         self, num_layers: int, on_cpu: int, share: float, rates: Rates, device: FakeDevice | None = None
@@ -46,7 +46,7 @@ class TimedStore:
         return self.device.now - begin
 
     def attend(self, index: int) -> None:
-        """What a step does in a layer."""
+        """Runs a layer of a step."""
         self.store.attend(index, self._new, self._new, self._new, AttendOptions())
 
     def steps(self, count: int) -> float:
@@ -55,7 +55,7 @@ class TimedStore:
 
 
 def hybrid_share(num_layers: int, on_cpu: int, link: float, cpu: float) -> float:
-    """What keeps a link of that bandwidth busy from the beginning of a step to its end, 1 at most."""
+    """The share that keeps a link of that bandwidth busy during a whole step, at most 1."""
     t0 = num_layers * W
     seconds = t0 + max(0.0, (on_cpu * S - link * t0) / (cpu + link))
     return min(1.0, link * seconds / (on_cpu * S))

@@ -14,7 +14,7 @@ from fastattention.backends.common.tile_range import TileRange
 from fastattention.backends.cuda.attention.config import KernelConfig
 from fastattention.backends.cuda.attention.decode_heuristics import Split
 
-# One query of each head against a long cache.
+# A call with one query of each head against a long cache.
 DECODE = Problem(
     layout=Layout.KVCACHE,
     device=torch.device("cuda", 0),
@@ -40,14 +40,14 @@ class SequenceSpan(NamedTuple):
     batch: int
     tiles: list[int]
     is_whole: bool
-    slot: int  # of the group's first unit, for a partial result
+    slot: int  # slot of the group's first unit, for a partial result
 
 
 class TileStream:
-    """The tiles of all sequences, and which CTA group has which of them."""
+    """The tiles of all sequences, and the CTA group of each."""
 
     def __init__(self, tiles: Sequence[int], split: Split) -> None:
-        """tiles: of each sequence."""
+        """tiles: number of tiles of each sequence."""
         self.split = split
         self.ends = list(itertools.accumulate(tiles))
         self.begins = [0, *self.ends[:-1]]
@@ -71,7 +71,7 @@ class TileStream:
         return [cta_group for cta_group, _ in enumerate(self.spans) if self._shared(cta_group, batch)]
 
     def sequence_spans(self) -> list[SequenceSpan]:
-        """What every CTA group does, in its order."""
+        """The spans of every CTA group, in its order."""
         return [
             self._sequence_span(cta_group, batch, tiles)
             for cta_group, _ in enumerate(self.spans)
@@ -91,12 +91,12 @@ class TileStream:
 
 
 def _even_parts(tiles: range, parts: int) -> list[list[int]]:
-    """The longer ones first."""
+    """Even parts of tiles, the longer ones first."""
     return [part.tolist() for part in np.array_split(np.arange(tiles.start, tiles.stop), parts)] if parts > 0 else []
 
 
 def tiles_of(keys: int, seqlen_q: int, window: tuple[int, int], config: KernelConfig) -> int:
-    """Tiles of the stream that a sequence has. window: to the left and to the right, -1 unlimited."""
+    """Tiles of the stream that a sequence has. window: (left, right), -1 unlimited."""
     mask = TileRange(seqlen_q, keys, *window)
     first_key = mask.row_begin(0) // config.tile_n * config.tile_n
     return max(1, -(-(mask.row_end(seqlen_q - 1) - first_key) // config.stream_tile))

@@ -11,7 +11,7 @@ from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 
 
 class Willing(AttentionBackend):
-    """Serves everything with zeros and remembers what it was given."""
+    """Serves everything with zeros, and records its inputs."""
 
     name = "willing"
     served: ClassVar[list[tuple[Problem, Inputs]]] = []
@@ -32,7 +32,7 @@ class Willing(AttentionBackend):
 
 
 class Absent(Willing):
-    """Is for another machine."""
+    """A backend for another machine."""
 
     name = "absent"
 
@@ -44,7 +44,7 @@ class Absent(Willing):
 
 
 class Picky(Willing):
-    """Serves headdim 64 only."""
+    """A backend that serves only headdim 64."""
 
     name = "picky"
 

@@ -22,7 +22,7 @@ from fastattention import (
 
 @dataclass(frozen=True)
 class Call:
-    """A call, apart from the numbers in its tensors."""
+    """A call, without the values of its tensors."""
 
     name: str
     function: Callable[..., Any]
@@ -30,10 +30,10 @@ class Call:
     indices: dict[str, list[Any]]  # int32 tensors
     scalars: dict[str, Any]
     int8: tuple[str, ...] = ()  # tensors that are int8; the others in `shapes` are float32
-    bools: tuple[str, ...] = ()  # likewise bool
+    bools: tuple[str, ...] = ()  # tensors that are bool
 
     def tensors(self) -> dict[str, Tensor]:
-        """The same numbers each time."""
+        """Tensors with the same values each time."""
         generator = torch.Generator().manual_seed(0)
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
         drawn |= {name: (40.0 * drawn[name]).to(torch.int8) for name in self.int8}

@@ -54,7 +54,7 @@ every_function = pytest.mark.parametrize(("function", "arguments"), FUNCTIONS.va
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Any call that is validated as a new one fails the test."""
+    """Fails the test for any call that is validated as a new one."""
     with contextlib.ExitStack() as stack:
         for name in ("prepare_prefill", "prepare_kvcache"):
             stack.enter_context(mock.patch.object(operators, name, side_effect=AssertionError("checked")))
@@ -62,7 +62,7 @@ def unchecked() -> Iterator[None]:
 
 
 def assert_new(call: Call, arguments: Arguments) -> None:
-    """The call is validated, whatever comes of it."""
+    """Asserts that the call is validated, with any result."""
     with unchecked(), pytest.raises(AssertionError, match="checked"):
         call(**arguments)
 

@@ -1,4 +1,4 @@
-"""What a refused argument must look like to the caller."""
+"""The errors of refused arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastattention import ArgumentError, FastAttentionError
 
 
 class Refusal(NamedTuple):
-    """One wrong argument: a good call with `changes`, and what the message must say."""
+    """One wrong argument: changes to a good call, and the words of the message."""
 
     name: str  # the test's id
     changes: dict[str, Any]
@@ -24,7 +24,7 @@ def refusals(*cases: Refusal) -> pytest.MarkDecorator:
 
 
 def assert_refused(call: Callable[[], object], refusal: Refusal) -> None:
-    """Asserts that the call raises ArgumentError and that its message says all it must."""
+    """Asserts that the call raises ArgumentError with all required words."""
     with pytest.raises(ArgumentError) as raised:
         call()
     assert isinstance(raised.value, ValueError)

@@ -24,7 +24,7 @@ from fastattention.engine.registry import Registry
 from fastattention.testing.calls import problem_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "adding-a-backend.md").read_text()
-# A block of code begins with the path of the file that it is, or is part of.
+# A block of code begins with the path of its file.
 BLOCKS = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 PLAIN = Engine("plain")
 
@@ -38,7 +38,7 @@ def order_on_the_page() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _page_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Does what the page says: writes the class into its file and registers it."""
+    """Follows the page: writes the class into its file and registers it."""
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "__init__.py").write_text('"""Attention in plain torch."""\n')
@@ -51,7 +51,7 @@ def _page_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def forget() -> None:
-    """Leaves nothing of the page's backend in this process."""
+    """Removes the page's backend from this process."""
     ATTENTION_BACKENDS.forget()
     ATTENTION_BACKENDS.forget()
     select_merging_backend.cache_clear()

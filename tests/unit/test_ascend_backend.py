@@ -1,4 +1,4 @@
-"""The ascend backend without an NPU: what it refuses, who serves a call, and how a call becomes launches."""
+"""The ascend backend without an NPU: its refusals, its choice of implementation, and the launches of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TILING = Tiling(outer_tile_m=16, outer_tile_n=64, inner_tile_m=8, preload=1, mul
 
 
 class OnNpu(AscendBackend):
-    """Believes that its tensors are on an NPU, and that torch_npu and a compiler are there."""
+    """The backend as if its tensors were on an NPU, with torch_npu and a compiler."""
 
     def _why_not_device(self, problem: Problem) -> str | None:
         return None
@@ -55,7 +55,7 @@ def decode(seqlen_k: int = 4096, num_splits: int = 0) -> tuple[Problem, Inputs]:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands for kernels.py, which needs Triton: only the names of its kernels are looked at here."""
+    """Replaces kernels.py, which needs Triton: only the names of its kernels are used here."""
     stand_in = SimpleNamespace(attention_forward="attention_forward", merge_splits="merge_splits")
     monkeypatch.setitem(sys.modules, "fastattention.backends.ascend.kernels", stand_in)
     monkeypatch.setattr("fastattention.backends.ascend.kernels", stand_in, raising=False)
@@ -192,7 +192,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest
         def _launch(self, launch: call.Launch) -> None:
             launched_on.append(current[-1])
 
-    # As torch names a device whose library is not there.
+    # A device named as by torch, without its library.
     second = torch.device("privateuseone", 1)
     monkeypatch.setattr(torch, second.type, SimpleNamespace(device=device), raising=False)
     problem, inputs = decode(num_splits=3)

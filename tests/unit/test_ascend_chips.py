@@ -1,4 +1,4 @@
-"""What is known of Ascend chips, and their names."""
+"""Figures of Ascend chips, and their names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastattention.errors import ArgumentError
 
 
 def test_peak_rates_are_the_published_ones() -> None:
-    """Of the 910B. Of dies of a 910C they follow from cores and clocks: the published 752 of two dies names no SKU."""
+    """Rates of a 910B are published. Rates of a die of a 910C follow from cores and clock: its 752 names no SKU."""
     assert {name: round(chip.peak_tflops) for name, chip in CHIPS.items()} == {
         "910B1": 364,
         "910B2": 354,

@@ -17,7 +17,7 @@ MASK = mask_tile(torch.device("cpu")).numpy()
 
 
 def window(delta: int, rows: int, columns: int) -> np.ndarray:
-    """What a kernel reads for an edge at `delta`; it must lie inside the mask tile."""
+    """The window that a kernel reads for an edge at `delta`; it must lie inside the mask tile."""
     row, column = window_row(delta), window_column(delta)
     assert 0 <= row <= MASK_TILE - rows
     assert 0 <= column <= MASK_TILE - columns
@@ -25,7 +25,7 @@ def window(delta: int, rows: int, columns: int) -> np.ndarray:
 
 
 def full_mask(seqlen_q: int, seqlen_k: int, left: int, right: int) -> np.ndarray:
-    """True where a key is hidden, written down from the definition: bool (seqlen_q, seqlen_k)."""
+    """True where a key is hidden, by the definition: bool (seqlen_q, seqlen_k)."""
     distance = np.arange(seqlen_k)[None, :] - np.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
     hidden = np.zeros_like(distance, dtype=bool)
     if left >= 0:
@@ -47,7 +47,7 @@ def tiled_mask(band: TileRange, first_q: int, first_k: int, rows: int, columns: 
 
 
 def check_tile(band: TileRange, full: np.ndarray, first_q: int, first_k: int, rows: int, columns: int) -> TileKind:
-    """The tile's kind is what its part of the full mask says, and its windows are that part."""
+    """Checks that the tile's kind and windows agree with its part of the full mask."""
     expected = full[first_q : first_q + rows, first_k : first_k + columns]
     rows, columns = expected.shape
     kind = band.classify(first_q, first_q + rows - 1, first_k, first_k + columns - 1)

@@ -63,7 +63,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Setting, list[Operation]]:
 
 
 def select(operations: list[Operation], *key: str) -> list[Operation]:
-    """Those of a unit, a pipe and perhaps a stage, in their order."""
+    """The operations of a unit, a pipe and perhaps a stage, in their order."""
     return [one for one in operations if (one.unit, one.pipe, one.stage)[: len(key)] == key]
 
 
@@ -74,7 +74,7 @@ def test_stages_are_near_the_published_cycle_counts() -> None:
     residuals = published.residuals()
     assert residuals.keys() == PUBLISHED_STAGES.keys()
     assert all(abs(error) < 0.05 for error in residuals.values()), residuals
-    for fitted in ("QK", "softmax"):  # those that have a constant of their own
+    for fitted in ("QK", "softmax"):  # stages with a constant of their own
         assert abs(residuals[fitted]) < 0.01
 
 
@@ -92,7 +92,7 @@ def test_few_busy_cores_are_near_the_published_latencies(validated: published.Va
         assert abs(second) < 0.13
     elif validated.cores <= 8:
         assert max(abs(first), abs(second)) < 0.10
-    else:  # what makes 16 cores so slow is not known
+    else:  # the cause of the slow 16 cores is not known
         assert -0.32 < min(first, second) <= max(first, second) < -0.20
 
 
@@ -143,7 +143,7 @@ def test_buffers_hold_no_more_than_they_have_room_for(case: tuple[Setting, list[
     check(select(operations, "Cube", "MTE1"), products, 2)  # L0A and L0B
     results = [one for one in select(operations, "Cube", "FIX") if one.stage != "flag"]
     first_products = [next(one for one in _chain(result) if one.pipe == "M") for result in results]
-    check(first_products, results, 2)  # L0C, by the last product into a half at least
+    check(first_products, results, 2)  # L0C, at the latest by the last product into a half
     slots = of.tiling.num_buffers
     scores = [one for one in select(operations, "Vector", "MTE2", "softmax") if one.tile < 4]
     check(scores, [one for one in select(operations, "Vector", "V", "softmax") if one.tile < 4], slots)
@@ -235,7 +235,7 @@ def test_what_units_write_is_what_others_read() -> None:
 @pytest.mark.parametrize("tiling", TILINGS.values(), ids=list(TILINGS))
 def test_more_busy_cores_are_not_faster(tiling: Tiling) -> None:
     cycles = [row_block(setting(tiling, busy_cores=cores), 20).cycles for cores in (1, 8, 20, 22, 24)]
-    # By up to a per cent they are: an operation that is late may let another one pass that others wait for.
+    # They may be up to a per cent slower: a late operation may let another pass that others wait for.
     assert all(later >= 0.99 * earlier for earlier, later in pairwise(cycles))
     assert max(row_block(setting(tiling), 20).busy.values()) <= cycles[0]
 
@@ -250,7 +250,7 @@ def test_first_writes_cost_what_memory_takes() -> None:
     at_least = written / (CHIP.hbm_bytes_per_second / CHIP.clock_hz / 24)
     assert new.cycles - plain.cycles > at_least - 8 * plain.cycles / 64
     alone = [row_block(setting(tiling, costs=costs), 64).cycles for costs in (DEFAULT_COSTS, published.MEASURED_COSTS)]
-    assert alone[0] == pytest.approx(alone[1], rel=0.01)  # one core does not write faster than memory takes it
+    assert alone[0] == pytest.approx(alone[1], rel=0.01)  # one core does not write faster than memory accepts
 
 
 @pytest.mark.parametrize("tiling", TILINGS.values(), ids=list(TILINGS))
@@ -286,7 +286,7 @@ def test_shares_of_a_call_are_shares() -> None:
 
 
 def test_cores_without_a_row_block_leave_the_cache_to_the_others() -> None:
-    """32 row blocks on 24 cores: of the second wave 8 are left, which are faster than the first."""
+    """32 row blocks run on 24 cores: the 8 of the second wave are faster than the first."""
     launch = DEFAULT_COSTS.launch / CHIP.clock_hz
     one_wave, short, long = (
         predict(replace(published.single_head(4096), seqlen_q=128 * blocks), published.MEASURED_TILING, CHIP)
@@ -348,7 +348,7 @@ def test_decode_occupies_every_core_and_reads_no_faster_than_memory() -> None:
     prediction = predict(decode, TILINGS["decode"], CHIP)
     assert prediction.num_splits == 3
     assert prediction.num_row_blocks == 24
-    for seqlen_k in (8192, 65536):  # also where the cache would hold all keys: others have used it since
+    for seqlen_k in (8192, 65536):  # even where the cache would hold all keys, because other layers have used it since
         cache = 2 * seqlen_k * 8 * 128 * 2
         seconds = predict(replace(decode, seqlen_k=seqlen_k), TILINGS["decode"], CHIP).seconds
         assert seconds - 2 * DEFAULT_COSTS.launch / CHIP.clock_hz > cache / CHIP.hbm_bytes_per_second
@@ -362,7 +362,7 @@ def test_one_core_fetches_what_others_find_in_the_cache() -> None:
 
 
 @given(
-    st.integers(2, 300),  # of a single query the rows are heads
+    st.integers(2, 300),  # with a single query the rows are heads
     st.integers(1, 300),
     st.sampled_from([(-1, 0), (-1, -1), (40, 0), (20, 30), (-1, 7)]),
     st.sampled_from([16, 64]),
@@ -437,7 +437,7 @@ def test_a_prediction_simulates_few_row_blocks_at_any_length(monkeypatch: pytest
     assert 0 <= longer.idle < 0.01
 
 
-# What it is for.
+# The gains that it predicts.
 
 
 @pytest.mark.parametrize("seqlen", [8192, 16384, 32768, 131072])

@@ -1,4 +1,4 @@
-"""Chosen tilings fit every chip; what does not fit is refused by name."""
+"""Chosen tilings fit every chip; those that do not fit are refused with the buffer's name."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_estimate_stays_near_the_simulation(workload: SimulatedCall) -> None:
 def test_choice_is_made_once() -> None:
     problem = make_problem(640, 640)
     assert choose_tiling(problem, CHIP) is choose_tiling(problem, CHIP)
-    # Lengths that differ little share a choice: it need not be made anew for every prompt.
+    # Similar lengths share a choice, so it need not be made again for every prompt.
     before = tilings._fastest.cache_info().misses
     for seqlen in range(3000, 3050):
         choose_tiling(make_problem(seqlen, seqlen), CHIP)

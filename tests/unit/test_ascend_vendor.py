@@ -1,4 +1,4 @@
-"""The vendor's operators without torch_npu: what is refused, masks in their words, plans of varlen calls."""
+"""The vendor's operators without torch_npu: refusals, masks as their arguments, plans of varlen calls."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_refusal_names_what_was_given_and_what_is_taken(problem: Problem, fiel
 
 
 def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:
-    """Which keys a query sees under a bottom-right aligned window, one key after the other."""
+    """The keys that each query sees under a bottom-right aligned window, one by one."""
     return [
         [
             (left == -1 or j - (i + seqlen_k - seqlen_q) >= -left)
@@ -139,7 +139,7 @@ def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bo
 
 
 def visible_to_the_vendor(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:
-    """Which keys the operators say they attend to."""
+    """The keys that the operators attend to, by their documentation."""
     mode, pre_tokens, next_tokens = sparse_mask(left, right, seqlen_q, seqlen_k)
     if mode is SparseMode.NO_MASK:
         return [[True] * seqlen_k for _ in range(seqlen_q)]

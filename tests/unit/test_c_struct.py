@@ -59,7 +59,7 @@ def layout(params: type[Params]) -> list[str]:
 
 
 def compiled_layout(header: Path, params: type[Params], folder: Path) -> list[str]:
-    """What a C++ compiler says of the fields."""
+    """The layout of the fields by a C++ compiler."""
     name = params.__name__
     lines = [
         f'printf("{field} %zu %zu\\n", offsetof({name}, {field}), sizeof({name}::{field}));'
@@ -99,7 +99,7 @@ def test_constants_are_those_of_constexpr_and_enums(sample: Path) -> None:
 
 
 def filled(params: type[Params]) -> dict[str, float | tuple[float, ...]]:
-    """A value of its own for every value of a structure without structs."""
+    """A different value for every field of a structure without structs."""
     numbers = itertools.count(1)
     empty = params()
     lengths = {name: as_tuple(read(empty, name)) for name in params.value_names}
@@ -123,7 +123,7 @@ def test_a_template_and_pointers_fill_every_field(header: Path, name: str) -> No
     assert {name: read(made, name) for name in values} == values
     found = [made_of for name in params.pointer_names for made_of in as_tuple(read(made, name))]
     assert found == addresses
-    make(params.template(**values), *(0 for _ in addresses))  # another call changes nothing of the first
+    make(params.template(**values), *(0 for _ in addresses))  # another call does not change the first
     assert found == [made_of for name in params.pointer_names for made_of in as_tuple(read(made, name))]
 
 

@@ -1,4 +1,4 @@
-"""scripts/check_docs.py finds what is too long or leads nowhere, and nothing else."""
+"""scripts/check_docs.py finds long sentences and cells and dead links, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONG_CELL = "c" * 161
 
 
 def findings(root: Path, **pages: str) -> list[str]:
-    """What is found in README.md and the pages of docs/."""
+    """The findings in README.md and the pages of docs/."""
     (root / "docs").mkdir(exist_ok=True)
     for name, text in pages.items():
         path = root / "README.md" if name == "README" else root / "docs" / f"{name}.md"

@@ -1,4 +1,4 @@
-"""Every public function under torch.compile: one graph, the same numbers, the same gradients."""
+"""Every public function under torch.compile: one graph, the same values, the same gradients."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_compiled_gradients_come_from_the_backend_that_served_the_call(
     assert served == (["cpu"] if backend == "auto" else [])
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch asks for
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch reads it
 @pytest.mark.skipif(not hasattr(compiled_autograd, "_enable"), reason="this torch enables compiled autograd otherwise")
 def test_compiled_autograd_gives_the_same_gradients() -> None:
     q = torch.randn(2, 5, 4, 8, requires_grad=True)
@@ -104,7 +104,7 @@ def test_compiled_autograd_gives_the_same_gradients() -> None:
 
 
 @slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own warnings
 @needs_compiler
 def test_inductor_gives_the_same() -> None:
     weights = torch.randn(2, 5, 4, 8)
@@ -121,7 +121,7 @@ def test_inductor_gives_the_same() -> None:
 
 
 def test_a_merge_is_part_of_a_graph() -> None:
-    """And of its backward."""
+    """Its backward is part of a graph too."""
     outs, lses = torch.randn(3, 2, 5, 4, 8).requires_grad_(), torch.randn(3, 2, 4, 5).requires_grad_()
 
     def merged(function: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
@@ -174,9 +174,10 @@ def test_a_decoding_loop_is_one_graph_and_fills_the_cache() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_compiled_gradients_are_as_good_as_those_of_plain_torch(dtype: torch.dtype) -> None:
-    """At most three times the error of the reference run in the same precision, and half a unit of rounding.
+    """The error is at most three times that of the reference in the same precision, and half a unit of rounding.
 
-    Gradients of slopes and sinks are sums over the scores of a head: as many roundings more, up and down by chance.
+    Gradients of slopes and sinks are sums over the scores of a head: with as many further roundings, up and down by
+    chance.
     """
     q, k, v = torch.randn(2, 33, 4, 32), torch.randn(2, 47, 2, 32), torch.randn(2, 47, 2, 32)
     sinks, slopes, bias = torch.randn(4), torch.rand(4), torch.randn(33, 47)
@@ -224,10 +225,10 @@ def test_dropout_draws_a_new_mask_each_time_and_repeats_with_torch_s_seed() -> N
     assert torch.equal(fast_attn_func(q, q, q, dropout_p=0.5), first)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own warnings
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def test_backward_drops_what_forward_dropped(compiler: str) -> None:
-    """With one-hot values out is the dropped weights themselves, and the gradient of v is their transpose."""
+    """With one-hot values, out equals the dropped weights, and the gradient of v is their transpose."""
     q, k = torch.randn(1, 6, 1, 8), torch.randn(1, 8, 1, 8)
     v = torch.eye(8)[None, :, None].requires_grad_()
     function = torch.compile(lambda q, k, v: fast_attn_func(q, k, v, dropout_p=0.5), fullgraph=True, backend=compiler)

@@ -1,4 +1,4 @@
-"""What the cuda backend serves, by which kernel, and what it refuses, and why. No GPU is needed to say so."""
+"""Kernels and refusals of the cuda backend, without a GPU."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_it_says_which_kernel_serves_a_cache(backend: CudaBackend, call: dict[st
 
 
 def launches(backend: CudaBackend, **call: Any) -> list[tuple[str, int]]:
-    """(entry, CTAs) of what a call launches."""
+    """(entry, CTAs) of the launches of a call."""
     plan = backend._plan(dataclasses.replace(PROBLEM, device=torch.device("cuda", A100), **call))
     steps = [plan.append] if plan.append is not None else []
     return [(step.variant.entries[step.entry].name, step.num_ctas) for step in [*steps, *plan.attention]]
@@ -205,7 +205,7 @@ def test_without_compiler_and_built_kernels_the_backend_is_not_available(
 def test_a_kernel_is_enqueued_on_the_device_of_its_call(
     backend: CudaBackend, monkeypatch: pytest.MonkeyPatch, current: int
 ) -> None:
-    """On that device's current stream, whichever device is current; which may change between calls of a plan."""
+    """It uses that device's current stream, for any current device, which may change between calls of a plan."""
     entered: list[int] = []
     launched: list[tuple[int, int]] = []
 

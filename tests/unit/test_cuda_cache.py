@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
-    """What was compiled: in the place of the compiler, which writes the target as machine code."""
+    """Records compilations by a fake compiler, which writes the target as machine code."""
     calls: list[tuple[KernelConfig, int]] = []
 
     def compile_kernel(kernel: KernelConfig, target: int) -> Cubin:
@@ -101,7 +101,7 @@ def test_every_header_is_in_the_hash(tmp_path: Path) -> None:
     for source, copy in zip(KERNEL_FOLDERS, folders, strict=True):
         shutil.copytree(source, copy)
     before = cache.hash_sources(folders)
-    assert before == cache.source_hash(KERNEL_FOLDERS)  # wherever the package is
+    assert before == cache.source_hash(KERNEL_FOLDERS)  # for any location of the package
     headers = [path for folder in folders for path in folder.rglob("*.*h*") if path.suffix in (".h", ".hpp", ".cuh")]
     assert {"forward.cuh", "params.h", "tile_range.hpp", "sm70.cuh"} <= {path.name for path in headers}
     seen = {before}
@@ -180,12 +180,12 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_variable(
 def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FASTATTENTION_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 987_654_321)  # of no user in the system's list
+    monkeypatch.setattr(os, "getuid", lambda: 987_654_321)  # no user of the system
     with pytest.raises(ArgumentError, match="FASTATTENTION_CACHE is not set, and this user has no home"):
         cache.cached_path(KERNEL, 80)
 
 
-# Compiles a kernel of a million bytes in a process that may not write it, or only a part of it.
+# Compiles a kernel of a million bytes in a process that may not write it, or only a part.
 REFUSED = """
 import os, resource, sys
 from fastattention.gpu_runtime.chips import CHIPS
@@ -247,7 +247,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-# Four processes that write four contents of 4 MiB under one name.
+# Four processes write four contents of 4 MiB under one name.
 WRITERS = """
 import os, pathlib, sys
 from fastattention.gpu_runtime import cache

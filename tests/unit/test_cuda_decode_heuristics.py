@@ -1,4 +1,4 @@
-"""The choice of a decode kernel: pure Python, for every GPU that is planned for."""
+"""The choice of a decode kernel: pure Python, for every supported GPU."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from fastattention.gpu_runtime.chips import ARCHS, CHIPS
 
 from .decode_schedule import DECODE
 
-MANY_KEYS = 10**6  # for each multiprocessor
+MANY_KEYS = 10**6  # keys for each multiprocessor
 SCORES_AND_PAGES = list(itertools.product((False, True), repeat=2))
 
 
 def decodes_of(chip: str) -> list[KernelConfig]:
-    """All of a GPU's."""
+    """All decodes of a GPU."""
     variants = variants_of(CHIPS[chip])
     return [variant for variant in variants if isinstance(variant, KernelConfig) and variant.decodes]
 
@@ -73,7 +73,7 @@ def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> 
         assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
         assert (config.headdim, config.headdim_v * config.num_value_parts) == padded_headdims(headdim, headdim_v)
         assert (config.decodes, config.cache_format) == (True, cache_format)
-        assert config.dtype == str(dtype).removeprefix("torch.")  # of the cache, which is read where it lies
+        assert config.dtype == str(dtype).removeprefix("torch.")  # the dtype of the cache, which is read in place
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -98,7 +98,7 @@ def test_no_smaller_tile_that_fits_holds_all_rows(chip: str, headdim: int) -> No
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_one_row_gets_the_smallest_tile_there_is(chip: str, headdim: int) -> None:
-    """Whatever the GPU's memory: a larger one would compute for rows that nobody has."""
+    """This holds for any memory of the GPU: a larger tile would compute rows that do not exist."""
     for keys in (0, MANY_KEYS):
         config = plain(chip, headdim, 1, keys)
         # Copies of wide heads through registers take two warps, and both have rows.
@@ -151,7 +151,7 @@ def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
 def test_shared_memory_is_queries_stages_and_statistics(
     arch: int, dtype_bytes: int, padding: int, cache_format: str, cache_bytes: int
 ) -> None:
-    """Of each warp that has keys of its own, keys and values with their scales, and a maximum and a sum of each row."""
+    """Each warp with keys of its own holds keys and values with their scales, and a maximum and a sum of each row."""
     config = replace(
         plain("A100", 128, 16),
         arch=arch,
@@ -179,7 +179,7 @@ def latent(chip: str, headdim: int, rows: int) -> KernelConfig:
 
 @pytest.mark.parametrize("rows", [16, 128])
 def test_values_in_keys_take_no_memory_of_their_own(rows: int) -> None:
-    """Probabilities and a number of each row do, where warps exchange them."""
+    """Probabilities and one value of each row do, where warps exchange them."""
     config = latent("H100", 576, rows)
     assert config.values_in_keys
     assert config.column_warps > 1
@@ -190,7 +190,7 @@ def test_values_in_keys_take_no_memory_of_their_own(rows: int) -> None:
 
 @pytest.mark.parametrize(("chip", "headdim"), [("T4", 576), ("V100", 576), ("P100", 512), ("H100", 256), ("A100", 64)])
 def test_values_in_keys_are_read_apart_elsewhere(chip: str, headdim: int) -> None:
-    """By older code paths, and where a warp holds all columns."""
+    """Older code paths read them separately, and so do warps that hold all columns."""
     assert not latent(chip, headdim, 16).values_in_keys
 
 

@@ -1,4 +1,4 @@
-"""How a decode divides its work: CTAs fill the GPU, every key has its CTA, every partial result its place."""
+"""How a decode divides its work: CTAs fill the GPU, and every key has one CTA, every partial result one slot."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_split_covers_the_rows_and_says_who_merges(problem: Problem, chip: str
     assert (split.num_m_tiles - 1) * config.tile_m < rows <= split.num_m_tiles * config.tile_m
     assert split.num_units == problem.nheads_k * split.num_m_tiles
     assert split.partial_rows == min(rows, config.tile_m)
-    # Each CTA of those that share the columns of v would have to know the others' sums.
+    # CTAs that share the columns of v would need each other's sums.
     in_place = split.num_slots > 0 and split.partial_rows <= 16 and config.num_value_parts == 1
     assert split.merges_in_place == in_place
     assert split.num_counters == (split.num_units if in_place else 0)
@@ -73,7 +73,7 @@ def test_ctas_fill_the_gpu_but_are_no_more_than_there_are_tiles(problem: Problem
     ("nheads_k", "cta_groups", "why"),
     [
         (1, 216, "one wave fills all"),
-        (8, 27, "likewise"),
+        (8, 27, "one wave of 216 fills all"),
         (32, 13, "192 of 216 would idle more than 416 of 432"),
         (100, 2, "200 of 216"),
         (120, 5, "one wave would fill 120 of 216; 600 fill 648 in three"),
@@ -161,7 +161,7 @@ def test_every_partial_result_has_a_place_of_its_own(made: tuple[Problem, Kernel
 @given(lines())
 @example(example_stream(2, 0, 3, 3, 3))
 def test_who_merges_finds_what_each_group_left(made: tuple[Problem, KernelConfig, TileStream]) -> None:
-    """It knows the groups of a sequence alone: the first of them has its beginning, the others have not."""
+    """It knows only the groups of a sequence: the first group has its beginning, the others do not."""
     problem, _, stream = made
     cta_groups_of = [stream.cta_groups_of(batch) for batch in range(problem.batch_size)]
     for span in stream.sequence_spans():

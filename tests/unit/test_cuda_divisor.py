@@ -1,4 +1,4 @@
-"""How kernels divide, by what `divisor` puts into their parameters."""
+"""Division in kernels, by the parameters that `divisor` computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastattention.backends.cuda.attention.plan import divisor
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 12, 33, 64, 132, 1000, 65_535, 65_536, 2**30 + 1, 2**31 - 1])
 def test_kernels_divide_by_multiplication(size: int) -> None:
-    """As numbers.cuh does, on 32 bits without a sign."""
+    """The test repeats numbers.cuh, on unsigned 32 bits."""
     multiplier, shift = divisor("x", size).values()
     assert -(2**31) <= multiplier < 2**31
     assert 0 <= shift < 32

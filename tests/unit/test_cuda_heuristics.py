@@ -1,4 +1,4 @@
-"""The choice of a kernel: pure Python, for every GPU that is planned for."""
+"""The choice of a kernel: pure Python, for every supported GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def problem_of(
 
 
 def kernels_of(chip: str) -> list[KernelConfig]:
-    """All of a GPU's, but for those that append."""
+    """All kernels of a GPU, except those that append."""
     return [variant for variant in variants_of(CHIPS[chip]) if isinstance(variant, KernelConfig)]
 
 
@@ -253,8 +253,8 @@ def _limits(l2_bytes: int) -> Limits:
             312 << 20,
             24,
         ),  # across sequences: 39 would do, and two equal groups are 24
-        ({"seqlen_k": 1 << 20}, 48 << 20, 1),  # one head is more than that
-        ({"seqlen_k": 1 << 20, "nheads_k": 2}, 48 << 20, 8),  # its readers still come together
+        ({"seqlen_k": 1 << 20}, 48 << 20, 1),  # one head exceeds that
+        ({"seqlen_k": 1 << 20, "nheads_k": 2}, 48 << 20, 8),  # its readers still start together
         ({"seqlen_k": 0}, 48 << 20, 16),
     ],
     ids=["short", "long", "grouped", "batch", "longer than that", "longer and grouped", "no keys"],

@@ -1,4 +1,4 @@
-"""Scratch memory of decodes: nobody has another's, and all counters begin as zeros."""
+"""Scratch memory of decodes is never shared, and all counters begin as zeros."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_KEPT = 1 << 23  # floats
 
 
 class Gpu:
-    """Stands for torch.cuda: a device whose memory is the processor's."""
+    """Replaces torch.cuda: a device whose memory is the processor's."""
 
     def __init__(self) -> None:
         self.captures = False
@@ -53,7 +53,7 @@ def spans_of(taken: Scratch) -> list[range]:
 
 
 def apart(*taken: Scratch) -> bool:
-    """Whether none begins inside another."""
+    """Whether none overlaps another."""
     spans = sorted((span for one in taken for span in spans_of(one)), key=lambda span: span.start)
     return all(one.stop <= following.start for one, following in itertools.pairwise(spans))
 
@@ -65,7 +65,7 @@ def test_a_stream_keeps_its_memory(gpu: Gpu) -> None:
     assert first.num_floats >= 500
     assert of_device.take(OF_STREAM, 400, stream=1) is first
     assert of_device.take(0, 0, stream=1) is first
-    assert gpu.waits == 1  # until the zeros are there, whichever stream asks next
+    assert gpu.waits == 1  # until the zeros are there, for any stream that asks next
 
 
 def test_streams_share_nothing(gpu: Gpu) -> None:
@@ -89,7 +89,7 @@ def test_a_call_that_needs_more_gets_more_for_its_stream(gpu: Gpu) -> None:
 
 
 def test_no_stream_keeps_very_much(gpu: Gpu) -> None:
-    """A call that needs more brings its own, and the next one has what it had before."""
+    """A call that needs more gets its own, and the next one gets the stream's memory again."""
     of_device = DeviceScratch(torch.device("cpu"))
     before = of_device.take(1, MOST_KEPT, stream=1)
     huge = of_device.take(1, MOST_KEPT + 1, stream=1)
@@ -101,7 +101,7 @@ def test_no_stream_keeps_very_much(gpu: Gpu) -> None:
 
 
 def test_every_captured_call_has_memory_of_its_own(gpu: Gpu) -> None:
-    """A graph keeps it, and may be replayed beside its stream and other graphs."""
+    """A graph keeps it, and may be replayed concurrently with its stream and other graphs."""
     of_device = DeviceScratch(torch.device("cpu"))
     of_stream = of_device.take(100, 10, stream=1)
     gpu.captures = True

@@ -1,4 +1,4 @@
-"""Prefill by cuDNN on Hopper: which calls go there by themselves, and how they are served."""
+"""Prefill by cuDNN on Hopper: which calls it serves automatically, and how."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_what_cudnn_cannot_compute_is_not_its(problem: Problem, changes: dict[st
         (replace(LONG_FULL, seqlen_q=597, seqlen_k=1024), True),
         (replace(LONG_FULL, seqlen_q=127, seqlen_k=131072), False),  # few queries are a decode
         (replace(LONG_FULL, seqlen_q=128, seqlen_k=131072), True),
-        (replace(LONG, seqlen_q=2048, seqlen_k=32768), False),  # whose mask cuDNN does not have
+        (replace(LONG, seqlen_q=2048, seqlen_k=32768), False),  # cuDNN lacks this mask
     ],
 )
 def test_calls_with_little_to_compute_stay_ours(problem: Problem, is_faster: bool) -> None:
-    """A plan of cuDNN's takes longer to build than they save."""
+    """Building a plan of cuDNN takes longer than they save."""
     assert (cudnn_prefill.why_faster(problem) is not None) == is_faster
 
 
@@ -76,7 +76,7 @@ def test_its_backward_is_faster_too(problem: Problem) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"return_lse": True},  # whose gradient it does not have
+        {"return_lse": True},  # cuDNN lacks the gradient of lse
         {"deterministic": True},
         {"in_transform": True},
         {"softcap": 3.0},
@@ -102,7 +102,7 @@ def test_other_gradients_stay_ours(
         ({"seqlen_q": 2047, "seqlen_k": 2047}, False),
         ({"seqlen_k": 77, "window_right": -1}, False),
         ({"seqlen_q": 2048, "seqlen_k": 4096}, False),  # causal from the bottom right, with more keys than queries
-        ({"headdim": 256, "headdim_v": 256}, False),  # beyond what torch gives FlashAttention
+        ({"headdim": 256, "headdim_v": 256}, False),  # more than torch gives to FlashAttention
     ],
     ids=str,
 )

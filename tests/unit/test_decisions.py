@@ -7,20 +7,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = ROOT / "docs" / "decisions"
-ROW = re.compile(r"^\| \[(\d{4})\]\((\1-\S+\.md)\) \| (.+) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| \[(\d{4})\]\((\1-\S+\.md)\) \| (.+) \|$", re.MULTILINE)
 REFERENCE = re.compile(r"docs/decisions/[\w./-]*\.md")
 
 
 def titles() -> dict[str, str]:
-    """Of every record, by its file."""
+    """The title of every record, by its file."""
     records = sorted(DECISIONS.glob("[0-9]*.md"))
     return {record.name: record.read_text().splitlines()[0].removeprefix("# ") for record in records}
 
 
-def test_index_lists_every_record_by_its_title_in_order() -> None:
+def test_index_lists_every_record_once_by_its_title() -> None:
     rows = ROW.findall((DECISIONS / "index.md").read_text())
 
-    assert [(name, title) for _, name, title, _ in rows] == list(titles().items())
+    assert sorted((name, title) for _, name, title in rows) == list(titles().items())
+
+
+def test_index_lists_records_of_an_area_in_order() -> None:
+    for area in (DECISIONS / "index.md").read_text().split("\n## "):
+        numbers = [number for number, _, _ in ROW.findall(area)]
+        assert numbers == sorted(numbers), area.splitlines()[0]
 
 
 def test_numbers_of_records_have_no_gaps() -> None:

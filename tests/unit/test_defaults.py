@@ -1,4 +1,4 @@
-"""Defaults of the user, of device and of dtype, change nothing."""
+"""The user's default device and dtype change nothing."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_merges_and_stores_give_the_same_bits(device: str, dtype: torch.dtype) -
 @every_default
 @every_device
 def test_dropout_draws_the_same_weights(device: str, dtype: torch.dtype) -> None:
-    """Drawn in bfloat16, a rate of 0.001 was one of 0.003."""
+    """A rate of 0.001 that was drawn in bfloat16 became 0.003."""
     q = torch.randn(1, 200, 2, 8)
     found = []
     for context in (defaults("cpu", torch.float32), defaults(device, dtype)):

@@ -1,4 +1,4 @@
-"""What the documentation repeats from the code is what the code says."""
+"""The documentation agrees with the code that it repeats."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_reference_documents_every_public_name() -> None:
 
 
 def test_code_on_pages_runs() -> None:
-    """In a process of its own: it takes memory, and one page puts flash_attn into sys.modules."""
+    """The code runs in a process of its own: it takes memory, and one page puts flash_attn into sys.modules."""
     program = "".join(f"exec(compile({code_on(page)!r}, {page!r}, 'exec'), {{}})\n" for page in RUNNABLE)
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
 def code_on(page: str) -> str:
-    """The Python of a page: of README.md the first block, the others need a model."""
+    """The Python code of a page. README.md gives its first block, because the others need a model."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     return blocks[0] if page == "README.md" else "\n".join(blocks)

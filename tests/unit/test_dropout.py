@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: known words of the generator, its rate, and that it depends on places alone."""
+"""The weights that dropout keeps: known words of the generator, its rate, and dependence on positions only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_part_of_the_mask_is_the_same_by_itself() -> None:
 
 
 def test_a_word_is_that_of_its_counter() -> None:
-    """What other implementations of the same mask rely on."""
+    """Other implementations of the same mask rely on it."""
     batch, head, row, key = 2, 1, 33, 291
     place = (key // 64 * 16 + key % 16, row, head, batch)
     words = philox((SEED & 0xFFFFFFFF, SEED >> 32), tuple(torch.tensor(x) for x in place))

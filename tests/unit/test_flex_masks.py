@@ -1,4 +1,4 @@
-"""BlockMasks of flex_attention: kept blocks and the window show what mask_mod shows, pair by pair, or are refused."""
+"""BlockMasks of flex_attention: kept blocks and the window agree with mask_mod pair by pair, or it is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def window(seqlen_q: int, seqlen_k: int, left: int, right: int) -> MaskMod:
-    """Aligned to the bottom right, inclusive, -1 is unlimited."""
+    """A window aligned to the bottom right, inclusive; -1 is unlimited."""
 
     def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         beyond = kv_idx - q_idx - (seqlen_k - seqlen_q)
@@ -48,7 +48,7 @@ def window(seqlen_q: int, seqlen_k: int, left: int, right: int) -> MaskMod:
 
 
 def blocks(kept: Tensor, block_size: tuple[int, int]) -> MaskMod:
-    """Pairs of the blocks of bool (batch_size, nheads, rows, columns)."""
+    """A mask_mod that shows the pairs of kept blocks, bool (batch_size, nheads, rows, columns)."""
     block_m, block_n = block_size
     return lambda b, h, q_idx, kv_idx: kept[b, h, q_idx // block_m, kv_idx // block_n]
 
@@ -56,7 +56,7 @@ def blocks(kept: Tensor, block_size: tuple[int, int]) -> MaskMod:
 def made(
     mod: MaskMod, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (64, 64), sizes: tuple[int, int] = (1, 1)
 ) -> BlockMask:
-    """By torch, which evaluates all of mod."""
+    """A BlockMask made by torch, which evaluates all of mod."""
     return flex_attention.create_block_mask(
         mod, *sizes, seqlen_q, seqlen_k, device="cpu", BLOCK_SIZE=block_size, _compile=False
     )
@@ -69,7 +69,7 @@ def listed(
     block_size: int | tuple[int, int] = 64,
     mod: MaskMod | None = None,
 ) -> BlockMask:
-    """From blocks of bool (batch_size, nheads, rows, columns), which mod need not agree with."""
+    """A BlockMask from blocks, bool (batch_size, nheads, rows, columns), with which mod need not agree."""
 
     def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
         return chosen.sum(-1).int(), chosen.int().argsort(dim=-1, descending=True, stable=True).int()
@@ -82,7 +82,7 @@ def listed(
 
 
 def pairs(read: FlexBlocks, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Bool (batch_size or 1, nheads or 1, seqlen_q, seqlen_k): what is visible by what was read."""
+    """Bool (batch_size or 1, nheads or 1, seqlen_q, seqlen_k): visible pairs by the mask that was read."""
     rows, columns = torch.arange(seqlen_q), torch.arange(seqlen_k)
     beyond = columns - rows[:, None] - (seqlen_k - seqlen_q)
     visible = read.kept[:, :, rows // read.block_size[0]][..., columns // read.block_size[1]]
@@ -92,7 +92,7 @@ def pairs(read: FlexBlocks, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def visible_by(mod: MaskMod, seqlen_q: int, seqlen_k: int, sizes: tuple[int, int] = (1, 1)) -> Tensor:
-    """The same, by torch."""
+    """Visible pairs by torch."""
     return flex_attention.create_mask(mod, *sizes, seqlen_q, seqlen_k, device="cpu")
 
 
@@ -114,7 +114,7 @@ def test_a_window_is_read_as_that_window(
     assert read.kept.dtype is torch.bool
     assert read.block_size == block_size
     assert torch.equal(pairs(read, seqlen_q, seqlen_k), expected)
-    # A side that hides nothing, or that blocks hide alone, is unlimited.
+    # A side that hides nothing, or where blocks hide everything, is unlimited.
     assert read.window_left in (left, -1)
     assert read.window_right in (right, -1)
 
@@ -206,7 +206,7 @@ def test_lists_may_be_shorter_than_a_row_of_blocks() -> None:
     num_blocks, indices = torch.tensor([[[1, 2]]]), torch.tensor([[[[4, 99], [0, 3]]]])
     mask = BlockMask.from_kv_blocks(
         num_blocks, indices, BLOCK_SIZE=64, seq_lengths=(128, 320), compute_q_blocks=False
-    )  # what stands behind the first num_blocks means nothing
+    )  # indices after the first num_blocks are ignored
     assert read_flex_mask(mask, 128, 320).kept[0, 0].nonzero().tolist() == [[0, 4], [1, 0], [1, 3]]
 
 
@@ -216,7 +216,7 @@ def test_blocks_beyond_the_keys_are_dropped() -> None:
 
 
 def test_partial_blocks_that_show_nothing_are_dropped_and_hide_nothing() -> None:
-    """The block in front of the diagonal is hidden; were it kept, the window would have to end before it."""
+    """The block before the diagonal is hidden. If it were kept, the window would have to end before it."""
     shown = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)[None, None]
     every_block = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     read = read_flex_mask(listed(every_block, None, (190, 180), 64, blocks(shown, (64, 64))), 190, 180)
@@ -314,7 +314,7 @@ REFUSED: dict[str, tuple[MaskMod, str]] = {
 @pytest.mark.parametrize(("mod", "reason"), REFUSED.values(), ids=REFUSED)
 def test_a_mask_that_no_window_makes_is_refused(mod: MaskMod, reason: str) -> None:
     mask = made(mod, 300, 300, (128, 128), sizes=(2, 2))
-    for _ in range(2):  # that it was refused is no result to keep
+    for _ in range(2):  # a refusal must not be cached
         with pytest.raises(UnsupportedError, match=reason) as refused:
             read_flex_mask(mask, 300, 300)
         for text in ("block_mask", "dense bool tensor", "flex_attention"):

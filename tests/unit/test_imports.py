@@ -29,7 +29,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-# What every backend may use; the rest of backends/ chooses among backends and is not for them.
+# Modules that every backend may use. The rest of backends/ chooses among backends, which must not import it.
 SHARED_BY_BACKENDS = ("backends.common",)
 
 
@@ -40,7 +40,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(source: str) -> Iterator[str]:
-    """Names below the package of everything of ours that `source` imports, wherever in the file."""
+    """Names, relative to the package, of all our modules that `source` imports anywhere."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -66,7 +66,7 @@ def layer(module: str) -> int:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What is wrong with the imports of `module`."""
+    """The wrong imports of `module`."""
     found = [f"{module} imports {name} of a layer above" for name in imported(source) if layer(name) > layer(module)]
     backend = re.match(r"backends\.(?!common)(\w+)\.", module + ".")
     if backend and (PACKAGE / "backends" / backend[1]).is_dir():

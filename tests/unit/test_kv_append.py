@@ -1,4 +1,4 @@
-"""Append with rotary embedding, token by token by hand against all at once."""
+"""Append with rotary embedding, compared with a loop over tokens."""
 
 from __future__ import annotations
 

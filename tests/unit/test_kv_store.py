@@ -1,4 +1,4 @@
-"""KV stores: what is appended can be read and forgotten, and a wrong argument changes nothing."""
+"""KVStore: appended tokens can be read and truncated, and a wrong argument changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
 
-# Odd on purpose: no vector, pair or panel ends where these do.
+# Sizes are odd on purpose: no vector, pair or panel ends where these do.
 BATCH_SIZE, CAPACITY, NHEADS_K, HEADDIM, HEADDIM_V = 2, 77, 3, 13, 7
 
 
@@ -56,7 +56,7 @@ def tokens(seqlen: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def held(store: KVStore) -> list[tuple[Tensor, Tensor]]:
-    """(k, v) of every sequence as far as it goes."""
+    """(k, v) of every sequence, up to its length."""
     k, v = store.read()
     return [(k[b, :length].clone(), v[b, :length].clone()) for b, length in enumerate(store.seqlens.tolist())]
 
@@ -195,7 +195,7 @@ def test_a_packed_store_is_for_the_cpu_and_for_eager_calls() -> None:
 
 
 def test_a_panel_cache_has_the_documented_layout() -> None:
-    """Others may write it: where each number lies is part of the interface."""
+    """Other code may write it, so the place of each element is part of the interface."""
     for dtype, pair in ((torch.bfloat16, 2), (torch.float16, 1), (torch.float32, 1)):
         store = make(PackedKVStore, dtype)
         k, v = tokens(CAPACITY, dtype)

@@ -1,4 +1,4 @@
-"""merge_attn_states: parts of the keys give what all keys give."""
+"""merge_attn_states: parts of the keys give the same results as all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lists of mutants fit the code and the tests. Whether tests notice the mutants, `scripts/mutants` finds out."""
+"""The lists of mutants fit the code and the tests. `scripts/mutants` tells whether tests notice the mutants."""
 
 from __future__ import annotations
 

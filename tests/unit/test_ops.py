@@ -1,4 +1,4 @@
-"""The operators that stand for a call while it is traced, by torch's own checks."""
+"""The operators that replace a call while it is traced, under torch's own checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def int32(*values: Any) -> Tensor:
 
 
 def scalars(**changes: Any) -> tuple[Any, ...]:
-    """The arguments of `fastattention::attention` behind dropout_seed, in order."""
+    """The arguments of `fastattention::attention` after dropout_seed, in order."""
     values = {
         "block_mask": None,
         "max_seqlen_q": None,

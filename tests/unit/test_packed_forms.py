@@ -22,7 +22,7 @@ from unit.fakes import Willing
 CU_Q = torch.tensor([0, 2, 6], dtype=torch.int32)
 CU_K = torch.tensor([0, 3, 7], dtype=torch.int32)
 
-# Every argument the forms take, each with an effect on the result.
+# Every argument of the packed forms, each with an effect on the result.
 POSITIONAL = (0.25, 0.3, True, (2, -1), 5.0, torch.tensor([0.1, 0.2, 0.3, 0.4]), True, True)
 KEYWORDS: dict[str, Any] = {"sinks": torch.tensor([0.1, -1.0, 2.0, 0.0]), "backend": "sdpa"}
 

@@ -108,7 +108,7 @@ PAGES = {"k": torch.randn(4, 16, 2, 8), "v": torch.randn(4, 16, 2, 8), "block_ta
 @torch.no_grad()
 def test_a_varlen_call_that_differs_is_validated(changes: Arguments) -> None:
     fast_attn_varlen_func(**varlen())
-    with contextlib.suppress(ArgumentError):  # of a maximum that is no integer, which every call reads
+    with contextlib.suppress(ArgumentError):  # for a maximum that is no integer, which every call checks
         assert_new(fast_attn_varlen_func, varlen(**changes))
         return
     assert changes == {"max_seqlen_q": 3.0}
@@ -157,7 +157,7 @@ CACHE_CHANGES: dict[str, Arguments] = {
 @torch.no_grad()
 def test_a_call_with_a_cache_that_differs_is_validated(changes: Arguments) -> None:
     fast_attn_with_kvcache(**kvcache())
-    with contextlib.suppress(ArgumentError):  # of scalars of a wrong type, which every call reads
+    with contextlib.suppress(ArgumentError):  # for scalars of a wrong type, which every call checks
         assert_new(fast_attn_with_kvcache, kvcache(**changes))
         return
     assert changes in ({"causal": 0.0}, {"rotary_interleaved": 1.0}, {"num_splits": 0.0})

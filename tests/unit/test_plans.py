@@ -1,4 +1,4 @@
-"""Repeated calls: served by a cached plan, which looks at addresses and numbers every time."""
+"""Repeated calls: served by a cached plan, which checks addresses and values every time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_repeated_call_is_not_validated_again_and_is_right(
     assert num_plans() == 2
 
 
-# What would read or write elsewhere, or wrongly, if the plan of an earlier call did not look.
+# Changes with which the plan of an earlier call would read or write wrongly without its checks.
 WRONG_NUMBERS: dict[str, tuple[str, Arguments, str]] = {
     "cu_seqlens_q": ("varlen", {"cu_seqlens_q": int32(0, 4, 3)}, "cu_seqlens_q must not decrease"),
     "cu_seqlens_k": ("varlen", {"cu_seqlens_k": int32(0, 4, 9)}, "cu_seqlens_k must end at"),
@@ -127,7 +127,7 @@ def test_memory_is_looked_for_in_every_call(function: Call, arguments: Callable[
                 function(**arguments(**{name: value}))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # by torch, of its own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own warning
 def test_transforms_and_modes_are_seen_after_plain_calls() -> None:
     arguments = dense()
     q, k, v = arguments.values()
@@ -182,7 +182,7 @@ def test_a_subclass_that_looks_like_a_known_tensor_goes_its_own_way() -> None:
 @torch.no_grad()
 def test_what_only_looks_like_a_tensor_is_refused_after_tensors() -> None:
     class Like:
-        """Has all that a plan looks at."""
+        """An object with all attributes that a plan reads."""
 
         def __init__(self, x: Tensor) -> None:
             self.shape, self.dtype, self.device, self.stride = x.shape, x.dtype, x.device, x.stride
@@ -394,7 +394,7 @@ OFF_THE_CPU = {
 def test_a_backend_that_reads_numbers_off_the_cpu_reads_none_that_are_wrong(
     call: tuple[Problem, Inputs], wrong: dict[str, Tensor], error: str
 ) -> None:
-    """On a GPU a negative length once made torch's own kernels fail in ways that end the process."""
+    """On a GPU a negative length once made torch's own kernels end the process."""
     problem, inputs = call
     served: list[Inputs] = []
     with pytest.raises(ArgumentError, match=error):

@@ -1,4 +1,4 @@
-"""Problem: what backends read from it, and how arguments become one."""
+"""Problem: its properties, and how arguments become one."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_gradients_are_wanted_only_where_autograd_records(needs_grad: bool) -> N
     assert problem.needs_grad == needs_grad
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own warnings
 def test_forward_mode_wants_gradients_too() -> None:
     q = torch.zeros(1, 2, 2, 8)
     with forward_ad.dual_level(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the project's hosting and others read: YAML that parses, targets that exist, one version."""
+"""Files of the project: YAML that parses, targets that exist, one version."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_issue_forms_ask_for_what_is_needed() -> None:
 
 
 def test_no_file_names_an_address_that_is_not_ours() -> None:
-    """Where the project lives stands in pyproject.toml alone; this one belongs to others."""
+    """Only pyproject.toml has the project's address; the tested one belongs to others."""
     foreign = "github.com/" + "fastattention"
     found = subprocess.run(
         ["git", "grep", "-Iil", foreign, "--", ":/"], cwd=ROOT, capture_output=True, text=True, check=False

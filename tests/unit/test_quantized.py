@@ -1,4 +1,4 @@
-"""The formula of quantized caches, number by number."""
+"""The formula of quantized caches, element by element."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattention.quantized import LARGEST_STORED, dequantize, quantize
 
 EVERY_DTYPE = pytest.mark.parametrize("cache_dtype", LARGEST_STORED, ids=["int8", "float8"])
-# Every finite number of e4m3: 3 bits after the first, exponents -6 to 8, and subnormal multiples of 2^-9.
+# Every finite value of e4m3: 3 bits after the first, exponents -6 to 8, and subnormal multiples of 2^-9.
 FLOAT8 = sorted(
     {sign * m * 2.0**-9 for m in range(8) for sign in (1, -1)}
     | {
@@ -25,7 +25,7 @@ FLOAT8 = sorted(
 
 
 def nearest(x: float, cache_dtype: torch.dtype) -> float:
-    """The nearest number that can be stored; of two as near, the one whose last bit is 0."""
+    """The nearest value that can be stored; on a tie, the one whose last bit is 0."""
     if cache_dtype is torch.int8:
         return float(round(x))
     best = min(abs(number - x) for number in FLOAT8)
@@ -34,7 +34,7 @@ def nearest(x: float, cache_dtype: torch.dtype) -> float:
 
 
 def is_even(number: float) -> bool:
-    """Whether the last of the three bits of a number of e4m3 is 0."""
+    """Whether the last of the three bits of a value of e4m3 is 0."""
     unit = 2.0 ** (max(math.frexp(number)[1] - 1, -6) - 3)
     return number / unit % 2 == 0
 

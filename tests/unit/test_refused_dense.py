@@ -1,4 +1,4 @@
-"""Every wrong argument of fast_attn_func, and of what all functions share."""
+"""Every wrong argument of fast_attn_func, and of the arguments that all functions share."""
 
 from __future__ import annotations
 

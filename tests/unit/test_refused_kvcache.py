@@ -334,7 +334,7 @@ def test_rows_may_repeat_when_nothing_is_appended() -> None:
 
 
 def test_queries_without_a_mask_need_no_more_positions_than_the_append() -> None:
-    given = arguments() | {"q": torch.ones(2, 4, 4, 16)}  # all of q is rotated by one position: 7 of them do
+    given = arguments() | {"q": torch.ones(2, 4, 4, 16)}  # all of q is rotated by one position; 7 rows suffice
     given |= {"rotary_cos": torch.ones(7, 4), "rotary_sin": torch.zeros(7, 4)}
     assert fast_attn_with_kvcache(**given).shape == (2, 4, 4, 24)
 
@@ -410,7 +410,7 @@ def test_rotary_tables_that_would_turn_values_are_refused() -> None:
 
 @pytest.mark.parametrize("headdim_v", [12, 20])
 def test_values_elsewhere_in_the_keys_are_refused_where_tokens_are_appended(headdim_v: int) -> None:
-    """Of other strides, or wider than the keys."""
+    """The values have other strides, or are wider than the keys."""
     memory, given = torch.full((2 * 8 * 40,), 7.0), latent_arguments()
     given["k_cache"] = memory.as_strided((2, 8, 2, 16), (320, 40, 20, 1))
     strides = (256, 32, 16, 1) if headdim_v == 12 else (320, 40, 20, 1)

@@ -1,4 +1,4 @@
-"""Which backend serves a call."""
+"""The choice of the backend that serves a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sdpa backend: both of its ways, however the work is cut, against the reference."""
+"""The sdpa backend: both of its paths, with chunks of any size, against the reference."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_sink_far_from_all_scores_does_not_overflow(sink: float, causal: bool)
 
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts the work as finely as it can be cut: one row a chunk."""
+    """Makes chunks of one row."""
     monkeypatch.setattr(masks, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(sdpa_backend, "CHUNK_ELEMENTS", 1)
 
@@ -130,7 +130,7 @@ def test_torch_is_asked_exactly_when_it_can_express_the_call(
 
 
 def test_hidden_keys_are_not_read() -> None:
-    """Whole chunks of hidden keys are skipped: what they hold, NaN included, is never multiplied."""
+    """Whole chunks of hidden keys are skipped, so their values, NaN included, are never multiplied."""
     q, k, v = qkv(40, 100)
     for x in (k, v):
         x[:, :50] = torch.nan
@@ -164,7 +164,7 @@ def test_rows_without_keys_have_zero_output_and_zero_gradients(hidden: str, opti
 
 @pytest.mark.parametrize("added", [False, True], ids=["bool", "float"])
 def test_torch_is_never_handed_a_row_without_keys(added: bool) -> None:
-    """Some of its kernels and versions give NaN for one: the row sees all keys instead, and its result is dropped."""
+    """Some of its kernels and versions give NaN for one. The row sees all keys instead, and its result is dropped."""
     visible = torch.tensor([[False, False], [True, False], [True, True]])
     mask = masks.Mask(visible, torch.zeros(1, 1, 3, 2) if added else None)
     attn_mask, dead = fused._attn_mask(mask, torch.float32)
@@ -178,7 +178,7 @@ def test_torch_is_never_handed_a_row_without_keys(added: bool) -> None:
 )
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_each_sequence_reads_its_own_part_of_a_cache(paged: bool, options: Options) -> None:
-    """Rows or pages out of order, padding on the left, lengths of their own; all else holds NaN."""
+    """Rows or pages are out of order, with padding on the left and different lengths; all other memory is NaN."""
     shape = (7, 4) if paged else (4, 12)
     caches = [torch.full((*shape, 2, 16), torch.nan) for _ in range(2)]
     lengths, leftpads = [5, 11, 0], [2, 5, 0]
@@ -332,7 +332,7 @@ def test_describe_names_torch_and_its_kernels() -> None:
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
 @pytest.mark.parametrize("what", ["address", "strides"])
 def test_all_tensors_are_asked_for_their_alignment(which: int, what: str) -> None:
-    """In one go, by `attend_whole`: torch's kernels of a GPU fault where one of them lies askew."""
+    """`attend_whole` checks all at once, because torch's GPU kernels fault on an unaligned tensor."""
     tensors = [torch.zeros(2, 3, 4, 8) for _ in range(3)]
     assert parts.are_aligned(*tensors)
     room = torch.zeros(2, 3, 4, 12)

@@ -1,4 +1,4 @@
-"""Causal calls with more keys than queries in two, where cuDNN's kernel knows only squares."""
+"""Causal calls with more keys than queries are split in two, where cuDNN's kernel has only square masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
-    """What the sdpa backend is asked for, where cuDNN seems to serve every square, however small."""
+    """The problems that the sdpa backend serves, where cuDNN seems to serve every square of any size."""
     problems: list[Problem] = []
     forward = SdpaBackend.forward
 

@@ -1,4 +1,4 @@
-"""Chunks of backend sdpa are computed one by one: what they keep, and that gradients are those of all rows at once."""
+"""Chunks of backend sdpa are computed one by one, keep few tensors, and give the gradients of all rows at once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25])},
     "bias": {"attn_bias": torch.linspace(-1, 1, 60 * 90).view(60, 90)},
 }
-MANY_CHUNKS = 2 * 90 * 16  # scores of one: 16 rows of two heads
+MANY_CHUNKS = 2 * 90 * 16  # scores of a chunk: 16 rows of two heads
 
 
 def gradients(options: dict[str, Any]) -> tuple[list[Tensor], int]:
-    """Of q, k and v, and the bytes that are kept for them."""
+    """Gradients of q, k and v, and the bytes that are kept for them."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, rows, 2, 16, generator=generator).requires_grad_() for rows in (60, 90, 90))
     kept = 0
@@ -33,7 +33,7 @@ def gradients(options: dict[str, Any]) -> tuple[list[Tensor], int]:
         kept += tensor.nbytes
         return tensor
 
-    torch.manual_seed(1)  # of the dropout mask
+    torch.manual_seed(1)  # seeds the dropout mask
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = fast_attn_func(q, k, v, causal=True, backend="sdpa", **options)
     return list(torch.autograd.grad((out * out).sum(), (q, k, v))), kept
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_all_rows_at_once(name: str, monkeypatch: pytest.
 
 
 def test_gradients_have_the_dropout_mask_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the values: the weights of a mask that is returned, though each chunk draws it anew."""
+    """Gradients of values have the weights of the returned mask, though each chunk draws it again."""
     monkeypatch.setattr(masks, "CHUNK_ELEMENTS", MANY_CHUNKS)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, rows, 2, 16, generator=generator).requires_grad_() for rows in (60, 90, 90))

@@ -1,4 +1,4 @@
-"""torch's kernels of GPUs that give lse: which calls they are given, and with what arguments."""
+"""torch's GPU kernels that give lse: the calls that they serve, and their arguments."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_causal_call_with_more_keys_than_queries_is_flash_attentions(return_ls
 
 
 def test_a_single_query_is_flash_attentions() -> None:
-    """The lse of cuDNN's kernel does not repeat. Without lse scaled_dot_product_attention serves it."""
+    """The lse of cuDNN's kernel is not deterministic. Without lse scaled_dot_product_attention serves the call."""
     problem = replace(LOWER_RIGHT, seqlen_q=1, total_q=2)
     assert gpu_kernels.can_serve(problem)
     assert gpu_kernels.kernel_of(problem) == "flash"

@@ -1,4 +1,4 @@
-"""Calls that are one call of torch's attention with the tensors as they lie: which these are, and what they give."""
+"""Calls that one call of torch's attention serves without copies: their choice and results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def qkv(
     [
         (FULL, {}, True),
         (FULL, {"seqlen_k": 29}, True),
-        (FULL, {"nheads_k": 2}, False),  # of a CPU: heads are folded
+        (FULL, {"nheads_k": 2}, False),  # on a CPU heads are folded
         (FULL, {"dtype": torch.bfloat16}, True),
-        (FULL, {"dtype": torch.float16}, False),  # of a CPU: computed in float32
+        (FULL, {"dtype": torch.float16}, False),  # a CPU computes in float32
         (CAUSAL, {}, True),
         (CAUSAL, {"nheads_k": 2}, True),
         (CAUSAL, {"seqlen_q": 1, "seqlen_k": 29}, True),  # a single query sees every key
@@ -40,7 +40,7 @@ def qkv(
         (CAUSAL, {"seqlen_k": 5}, False),
         (CAUSAL, {"seqlen_k": 0, "seqlen_q": 0}, False),
         (Options(window_left=3), {}, False),
-        (Options(window_left=12, window_right=12), {}, True),  # hides nothing
+        (Options(window_left=12, window_right=12), {}, True),  # the window hides nothing
         (Options(softcap=2.0), {}, False),
         (Options(return_lse=True), {}, False),
         (Options(softmax_scale=-1.0), {}, False),
@@ -68,7 +68,7 @@ def test_what_changes_scores_is_not_whole(name: str) -> None:
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, shares_keys: bool = True, **sizes: Any) -> tuple[Problem, Any]:
-    """A call that seems to be on a GPU, whose kernels may know of heads that share keys."""
+    """A call that seems to be on a GPU, whose kernels may support heads that share keys."""
     monkeypatch.setattr(gpu_kernels, "share_keys", lambda problem: shares_keys)
     problem, inputs = prepare_dense(*qkv(**sizes), FULL)
     return replace(problem, device=torch.device("cuda", 0)), inputs

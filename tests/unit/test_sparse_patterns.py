@@ -20,7 +20,7 @@ from unit.refusals import Refusal, assert_refused, refusals
 
 LENGTHS = st.integers(1, 500)
 BLOCK_SIZES = st.sampled_from([(64, 64), (64, 128), (128, 64), (192, 128)])
-# Blocks are small beside most of these, and some are not multiples of a block.
+# Blocks are small compared with most of these lengths, and some are not multiples of a block.
 SHAPES = [(300, 300), (129, 400), (400, 129), (1, 257), (64, 128), (70, 1)]
 IDS = [f"{seqlen_q}x{seqlen_k}" for seqlen_q, seqlen_k in SHAPES]
 
@@ -31,7 +31,7 @@ def diagonal_distance(seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def blocks_with_a_pair(pairs: Tensor, block_size: tuple[int, int]) -> Tensor:
-    """Bool (..., rows, columns) of bool (..., seqlen_q, seqlen_k)."""
+    """Bool (..., rows, columns): blocks with a pair of bool (..., seqlen_q, seqlen_k)."""
     block_m, block_n = block_size
     padded = F.pad(pairs, (0, -pairs.shape[-1] % block_n, 0, -pairs.shape[-2] % block_m))
     return padded.unflatten(-1, (-1, block_n)).unflatten(-3, (-1, block_m)).any(-1).any(-2)
@@ -46,14 +46,14 @@ def as_pairs(block_mask: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple
 def tensors(
     seqlen_q: int, seqlen_k: int, batch_size: int = 2, nheads: int = 4, nheads_k: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """q and k of scores that differ from block to block."""
+    """q and k with scores that differ from block to block."""
     return 3 * torch.randn(batch_size, seqlen_q, nheads, 16), 3 * torch.randn(batch_size, seqlen_k, nheads_k, 16)
 
 
 @given(
     LENGTHS, LENGTHS, BLOCK_SIZES, st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=3)
 )
-@example(128, 129, (64, 64), [(0, 1)])  # a block with a pair in its corner alone
+@example(128, 129, (64, 64), [(0, 1)])  # a block with a pair only in its corner
 def test_streaming_keeps_blocks_with_a_wanted_pair_and_no_others(
     seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], heads: list[tuple[int, int]]
 ) -> None:
@@ -173,7 +173,7 @@ def test_top_p_keeps_the_fewest_blocks_whose_shares_reach_p(
 
 
 def test_top_p_tells_blocks_apart() -> None:
-    """The definition above would agree with a mask that keeps everything, if nothing were dropped."""
+    """If nothing were dropped, a mask that keeps everything would pass the test above."""
     q, k = torch.zeros(1, 512, 4, 16), torch.zeros(1, 512, 2, 16)
     q[:, 320:384, 3, 0] = 10
     k[:, 128:192, 1, 0] = 10
@@ -290,7 +290,7 @@ def test_recall_of_every_block_is_1_and_of_none_0() -> None:
 
 
 def test_recall_of_top_p_reaches_p_where_means_say_all() -> None:
-    """Tokens of a block are alike, so estimated shares are exact but for the number of tokens in a block."""
+    """Tokens of a block are equal, so estimated shares are exact up to the number of tokens in a block."""
     q, k = (x.repeat_interleave(64, dim=1) for x in tensors(5, 7))
     for p in (0.3, 0.8, 0.99):
         kept = sparse.top_p_blocks(q, k, p, block_size=64)
@@ -311,7 +311,7 @@ def test_without_keys_nothing_is_kept_and_nothing_is_known() -> None:
 
 
 @given(LENGTHS, LENGTHS, BLOCK_SIZES, st.booleans(), st.integers(0, 2**16))
-@example(128, 129, (64, 64), True, 0)  # a block with a pair in its corner alone
+@example(128, 129, (64, 64), True, 0)  # a block with a pair only in its corner
 def test_density_counts_blocks_that_the_causal_mask_leaves(
     seqlen_q: int, seqlen_k: int, block_size: tuple[int, int], causal: bool, seed: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Every tensor of every public function, as each kind of tensor that PyTorch has: served right, or refused by name."""
+"""Every tensor of every public function, as each kind of tensor of PyTorch: served correctly, or refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Plain(Tensor):
 
 
 class Wrapper(Tensor):
-    """A subclass that stands for a tensor and has no memory itself."""
+    """A subclass that wraps a tensor and has no memory itself."""
 
     inner: Tensor
 
@@ -53,7 +53,7 @@ FAKE = FakeTensorMode()
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Of a collective that may still be under way."""
+    """The result of a collective that may still be running."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # a newer name that older releases lack
         return all_gather_tensor(tensor, 0, dist.group.WORLD)
@@ -61,7 +61,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def nested(tensor: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a prototype
+        warnings.simplefilter("ignore", UserWarning)  # for a prototype
         return torch.nested.nested_tensor(list(tensor))
 
 
@@ -90,7 +90,7 @@ REFUSED: dict[str, Kind] = {
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """The same numbers, by a view that negates what lies in memory."""
+    """The same values, as a view that negates its memory."""
     return torch._neg_view(tensor.neg())
 
 
@@ -122,7 +122,7 @@ def test_a_kind_that_is_served_gives_the_same_bits(call: Call, kind: str, backen
         given = made_of(call, SERVED[kind], names)
         for got, right in zip(values(call.run(given, backend)), expected, strict=True):
             assert torch.equal(got, right), names
-        if kind != "async-collective":  # what a collective gave is no cache of anyone
+        if kind != "async-collective":  # the result of a collective is not used as a cache
             for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
                 if name in given:
                     held = given[name].inner if isinstance(given[name], Wrapper) else given[name].as_subclass(Tensor)
@@ -139,7 +139,7 @@ def test_a_kind_that_is_not_served_is_refused(call: Call, kind: str) -> None:
         try:
             given = made_of(call, REFUSED[kind], [name])
         except RuntimeError:
-            assert tensor.dim() < 2 or kind in ("nested", "jagged")  # of which torch makes no such tensor
+            assert tensor.dim() < 2 or kind in ("nested", "jagged")  # torch makes no such tensor of them
             continue
         with pytest.raises(FastAttentionError) as refused:
             call.run(given, "auto")

@@ -1,4 +1,4 @@
-"""What each tier of tests runs of a list of combinations."""
+"""The combinations of a list that each tier of tests runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_tier_all_sees_every_pair_of_values_where_the_budget_allows(sizes: t
 
 
 def test_the_quick_tier_leaves_pairs_out() -> None:
-    """Otherwise the test above could not fail."""
+    """If it did not, the test above could not fail."""
     every_run = list(itertools.product(range(4), range(3), range(3)))
     assert pairs_of(covering(Tier.QUICK, every_run)) < pairs_of(every_run)
 

@@ -82,8 +82,8 @@ def test_what_fits_the_l2_cache_moves_once(changes: dict[str, Any], moved: Bytes
         ({"window_right": 0}, SMALL, 1024 + 512),  # rows 512 to 1023 first, then those before
         ({"window_left": 127, "window_right": 0}, SMALL, (1024 - 385) + 512),
         ({}, SMALL._replace(num_sms=4), 1024),  # one wave
-        ({"nheads": 2}, SMALL, 4 * 1024),  # tiles of both heads on one key head: two a wave
-        ({"nheads": 8}, SMALL, 16 * 1024),  # of eight heads on one key head it takes two waves for every tile
+        ({"nheads": 2}, SMALL, 4 * 1024),  # tiles of both heads on one key head, two in a wave
+        ({"nheads": 8}, SMALL, 16 * 1024),  # eight heads on one key head take two waves for every tile
         ({"window_right": 0}, SMALL._replace(l2_bytes=2 * MIB), 1024),
         ({"window_left": 127, "window_right": 0}, SMALL._replace(l2_bytes=2 * MIB), 1024),
         ({"seqlen_q": 0, "total_q": 0}, SMALL, 0),
@@ -150,7 +150,7 @@ def test_the_io_bound_is_pairs_times_squared_headdim_over_fast_words() -> None:
 
 
 def test_a_long_head_has_the_io_bound() -> None:
-    """Beyond 4 M / d tokens."""
+    """It exceeds 4 M / d tokens."""
     assert H100.on_chip_bytes == 50 * MIB + 132 * (228 + 256) * 1024
     shortest = 4 * (H100.on_chip_bytes // 2) // 128
     for seqlen, is_larger in ((shortest - 128, False), (shortest + 128, True)):
@@ -217,4 +217,4 @@ def test_explain_reads_the_lengths_of_a_cache() -> None:
 def test_explain_leaves_out_what_it_cannot_count() -> None:
     q = torch.randn(1, 3, 2, 8)
     assert explain(q, q, q, attn_bias=torch.zeros(3, 3)).traffic is None
-    assert explain(q, q, q, backend="cuda").traffic is None  # which serves no tensors of a CPU
+    assert explain(q, q, q, backend="cuda").traffic is None  # it serves no tensors on a CPU

@@ -1,4 +1,4 @@
-"""Transforms of torch.func, tracers and counters: what they make of a call is what they make of plain PyTorch."""
+"""Transforms of torch.func, tracers and counters: their results for a call are those for plain PyTorch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_backend_without_derivatives_says_so_within_a_transform() -> None:
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
 def test_vmap_of_every_function_is_a_loop(call: Call) -> None:
-    """Every tensor by itself is mapped, then all of them."""
+    """Maps every tensor by itself, then all of them."""
     indices = set(call.indices)
     appends = "k" in call.shapes and "k_cache" in call.shapes
     caches = {"k_cache", "v_cache", "k_scale", "v_scale"} & set(call.shapes)
@@ -143,7 +143,7 @@ def test_functionalize(call: Call) -> None:
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
 def test_a_trace_computes_the_same_of_other_numbers(call: Call) -> None:
-    """torch.jit.trace; of memory that nobody had written it recorded once."""
+    """Uses torch.jit.trace, which once recorded uninitialized memory."""
     indices = {name: x for name, x in call.tensors().items() if name in call.indices}
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -26,12 +26,12 @@ from volta_model import (
 Unit = operation.Unit
 Kind = launch.TileKind
 
-# Instructions are at hand at once, and a step of an m8n8k4 takes exactly two cycles, so that counting is easy.
+# Instructions are fetched at once, and a step of an m8n8k4 takes exactly two cycles, so that counting is easy.
 PLAIN = replace(chip.V100, fetch_latency=0, fetch_width=math.inf, tensor_interval=2.0)
 
 
 def program(*lines: str) -> list[Any]:
-    """Instructions one after another, each "opcode operands; key=value ..." with what differs from stall=1."""
+    """A program of instructions, each "opcode operands; key=value ..." with changes from stall=1."""
     instructions = []
     for index, line in enumerate(lines):
         text, _, control = line.partition(";")
@@ -74,7 +74,7 @@ def test_warps_of_one_scheduler_share_its_tensor_cores() -> None:
 
 
 def test_two_warps_fill_each_others_stalls() -> None:
-    """Four cycles between dependent additions, two of them with a busy unit: two warps go one just behind the other."""
+    """Four cycles between dependent additions, two of them with a busy unit: two warps go one just after the other."""
     chain = ["FADD R0, R0, R1; stall=4"] * 50
     assert run(*chain, EXIT).cycles == 201
     assert run(*chain, EXIT, warps=5).cycles == 203
@@ -98,7 +98,7 @@ def test_instruction_that_does_not_wait_passes_a_load() -> None:
 
 @pytest.mark.parametrize(("suffix", "wavefronts"), [("", 1), (".64", 2), (".128", 4)])
 def test_shared_memory_gives_128_bytes_a_cycle(suffix: str, wavefronts: int) -> None:
-    """Four schedulers load at once; what they need together decides as soon as it exceeds one's own way to memory."""
+    """Four schedulers load at once; their total need decides once it exceeds one scheduler's own path to memory."""
     outcome = run(*[f"LDS.U{suffix} R0, [R1]"] * 50, EXIT, warps=4)
     assert outcome.shared_wavefronts == 4 * 50 * wavefronts
     # Entries still in the queues when the last instruction issued are served later.
@@ -282,7 +282,7 @@ def test_waves_and_their_tail() -> None:
 
 
 def test_ctas_that_are_left_go_to_different_sms_and_run_faster_alone() -> None:
-    """Two SMs with room for two: six CTAs are a full wave and one CTA on each SM, which then has it to itself."""
+    """Two SMs have room for two CTAs each: six CTAs are a full wave, then one CTA alone on each SM."""
     paces = [grid.Pace(overhead=1.0, tile=1.0), grid.Pace(overhead=1.0, tile=1.5)]
     assert grid.grid_cycles([10] * 6, 2, paces) == pytest.approx((1 + 15) + (1 + 10), abs=1)
 
@@ -311,7 +311,7 @@ def test_tensor_bound_kernel_reaches_the_peak_of_the_chip() -> None:
 
 
 def test_every_uncertain_figure_is_varied_both_ways() -> None:
-    """chip.py marks guesses with ? and what was measured on younger GPUs with H."""
+    """chip.py marks guesses with ? and measurements on younger GPUs with H."""
     source = Path(chip.__file__).read_text()
     marked = set(re.findall(r"^    (\w+): \w+ = [^#\n]+# .*?(?:\?|\bH\b)", source, re.MULTILINE))
     assert {"queue_length", "special_latency", "fetch_width", "l1_share"} <= marked

@@ -1,4 +1,4 @@
-"""The reader of Volta's machine code: control codes, loops, the ways through them and their counts."""
+"""The reader of Volta's machine code: control codes, loops, the paths through them and their counts."""
 
 from __future__ import annotations
 
@@ -212,12 +212,12 @@ def test_how_often_products_run_must_be_said(kernel: Any) -> None:
 
 def test_before_and_after_the_loop(kernel: Any) -> None:
     loop = flow.main_loop(kernel)
-    assert names(flow.prologue(kernel, loop)) == ["MOV", "BRA"]  # the shortest way
-    assert names(flow.epilogue(kernel, loop)) == ["BRA", "STG", "EXIT"]  # the way that stores
+    assert names(flow.prologue(kernel, loop)) == ["MOV", "BRA"]  # the shortest path
+    assert names(flow.epilogue(kernel, loop)) == ["BRA", "STG", "EXIT"]  # the path that stores
 
 
 MANY_SCORES = "\n".join(["FSEL R8, R8, -INF , !P3 | 2"] * 8)
-# Tiles that all see have code of their own; the other code asks what to mask. Two rows of results are stored a trip.
+# Fully visible tiles have code of their own; the other code checks the mask. Each trip stores two rows of results.
 FULL_PIECE = f"""
         @P0 BRA asks | 5
         {QK} | 2
@@ -359,7 +359,8 @@ def test_pytorchs_backward_for_a_headdim(headdim: int, name: str, products: list
     assert list(kernel.trips(headdim).values()) == products
 
 
-# A loop over tiles of queries with five products in loops of their own; dq's is in one over columns, behind a lock.
+# A loop over tiles of queries with five products in loops of their own; the loop of dq is inside one over columns,
+# after a lock.
 PEER = f"""
 delta:  LD.E.128.SYS R4, [R2] | 4
         @P0 BRA delta | 5

@@ -22,7 +22,7 @@ from fastattention.errors import ArgumentError
 BlockSize = int | Sequence[int] | None
 
 DEFAULT_BLOCK_SIZE = (128, 128)
-_MOST_TOKENS = 2**24  # of a block: kernels count in 32 bits
+_MOST_TOKENS = 2**24  # largest side of a block: kernels count in 32 bits
 _SIZES = f"one or two multiples of {BLOCK_STEP} from {BLOCK_STEP} to {_MOST_TOKENS}"
 
 
@@ -82,7 +82,7 @@ def check_block_mask(
 ) -> tuple[int, int] | None:
     """(block_m, block_n) of a mask that fits the call; None without one.
 
-    seqlens: of the longest sequence, queries and keys.
+    seqlens: queries and keys of the longest sequence.
     """
     if mask is None:
         return None
@@ -91,7 +91,7 @@ def check_block_mask(
     if mask.device != q.device:
         raise ArgumentError(f"block_mask is on {mask.device} and q on {q.device}; they must be on the same device")
     sizes = options.block_m, options.block_n
-    if not _are_sizes(*sizes):  # of the operator, which takes any integers
+    if not _are_sizes(*sizes):  # the operator of torch takes any integers
         raise ArgumentError(f"block_m={sizes[0]} and block_n={sizes[1]} must be {_SIZES}")
     rows, columns = (-(-seqlen // size) for seqlen, size in zip(seqlens, sizes, strict=True))
     shape = tuple(mask.shape)

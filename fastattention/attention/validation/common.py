@@ -22,8 +22,8 @@ from fastattention.engine.checks import (
 )
 from fastattention.errors import ArgumentError
 
-_FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
-QK_DTYPES = {"int8": torch.int8}  # in which queries and keys may be multiplied, but for their own
+_FLOAT32 = torch.finfo(torch.float32)  # scores are computed in float32
+QK_DTYPES = {"int8": torch.int8}  # dtypes in which queries and keys may be multiplied, besides their own
 _QK_DTYPE_NAMES = " or ".join(map(repr, QK_DTYPES))
 
 
@@ -41,12 +41,12 @@ class Options(NamedTuple):
     block_n: int = 0
     qk_dtype: str | None = None
     return_lse: bool = False
-    return_mask: bool = False  # of dropout; no scalar of the operators of torch, which cannot return it
-    max_seqlen_q: int | None = None  # of a varlen call; None derives them
+    return_mask: bool = False  # whether to return the dropout mask, which operators of torch cannot return
+    max_seqlen_q: int | None = None  # longest sequences of a varlen call; None derives them
     max_seqlen_k: int | None = None
     rotary_interleaved: bool = True
     num_splits: int = 0
-    panels: PanelCache | None = None  # of a PackedKVStore
+    panels: PanelCache | None = None  # for calls of a PackedKVStore
 
 
 class PanelCache(NamedTuple):
@@ -78,7 +78,7 @@ class KvCacheArguments(NamedTuple):
     v_scale: Tensor | None = None
 
     def inputs(self) -> Inputs:
-        """The tensors as they were given; cache_seqlens is missing unless it is one."""
+        """The tensors as they were given, with cache_seqlens if it is one."""
         lengths = self.cache_seqlens if isinstance(self.cache_seqlens, Tensor) else None
         return Inputs(
             self.q, self.k_cache, self.v_cache, None, None, self.block_table, self.alibi_slopes, self.attn_bias,
@@ -149,7 +149,7 @@ def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) 
     if not abs(scale) <= _FLOAT32.max:
         raise ArgumentError(f"softmax_scale={scale} must be finite in float32; None means headdim ** -0.5")
     if abs(scale) < _FLOAT32.tiny:
-        scale = 0.0  # what kernels make of it that know no subnormal numbers
+        scale = 0.0  # kernels that flush subnormal values to zero would compute with 0
     if options.window_left < -1 or options.window_right < -1:
         given = (options.window_left, options.window_right)
         raise ArgumentError(f"window_size={given}: each side must be -1 (unlimited) or at least 0")
@@ -234,9 +234,9 @@ def check_bias(bias: TensorSpec | None, q: TensorSpec, full_shape: tuple[int, ..
 
 
 def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inputs._fields) -> Inputs:
-    """Tensors as they were given, in the strides and dtypes that backends take: nothing is copied that has them.
+    """The given tensors in the strides and dtypes that backends take. Only those that have others are copied.
 
-    names: of the tensors to look at
+    names: the tensors to look at
     """
     made: dict[str, Tensor] = {}
     for name in names:

@@ -26,7 +26,7 @@ from fastattention.errors import ArgumentError, UnsupportedError
 if TYPE_CHECKING:  # its import takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
-# mask_mod is evaluated for tiles of that many queries and keys.
+# mask_mod is evaluated for tiles of _TILE queries by _TILE keys.
 _TILE = BLOCK_STEP
 # Tiles at a time: 2^20 pairs, each of them 8 bytes in a tensor of indices.
 _CHUNK_TILES = 256
@@ -47,7 +47,7 @@ _READ: MutableMapping[BlockMask, FlexBlocks] = WeakIdKeyDictionary()
 
 
 def is_flex_mask(value: object) -> TypeGuard[BlockMask]:
-    """Without an import of flex_attention, which takes long and which no BlockMask can be made without."""
+    """Whether a value is a BlockMask. flex_attention is not imported for it: whoever has a BlockMask has done so."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)
 
@@ -55,7 +55,7 @@ def is_flex_mask(value: object) -> TypeGuard[BlockMask]:
 def read_flex_mask(block_mask: BlockMask, seqlen_q: int, seqlen_k: int) -> FlexBlocks:
     """Kept blocks and window of a mask for seqlen_q queries and seqlen_k keys.
 
-    It runs mask_mod and reads numbers from the mask's device. The result is kept for as long as the BlockMask lives,
+    It runs mask_mod and reads values from the mask's device. The result is kept for as long as the BlockMask lives,
     since one mask serves all layers. A mask is taken to be immutable: once it has been read, neither it, nor its
     mask_mod, nor a tensor that mask_mod reads may change.
 
@@ -124,7 +124,7 @@ class _Grid(NamedTuple):
         return max(self.seqlen_q + self.seqlen_k - 1, 0)
 
     def diagonals(self, first_q: Tensor, first_k: Tensor, size: tuple[int, int]) -> Tensor:
-        """Bool (num_diagonals,): those of any pair in rectangles of `size`, given by their first queries and keys."""
+        """Bool (num_diagonals,): diagonals that cross rectangles of `size`, given by their first queries and keys."""
         last_q = (first_q + size[0]).clamp(max=self.seqlen_q) - 1
         last_k = (first_k + size[1]).clamp(max=self.seqlen_k) - 1
         lowest, highest = first_k - last_q + self.seqlen_q - 1, last_k - first_q + self.seqlen_q - 1
@@ -172,7 +172,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles_of_a_block(grid: _Grid) -> tuple[int, int]:
-    """In a row of it, and in all. Blocks may be far larger than the score matrix."""
+    """Tiles in a row of a block, and in the whole block. Blocks may be far larger than the score matrix."""
     per_row = -(-min(grid.block_n, grid.seqlen_k) // _TILE)
     return per_row, per_row * -(-min(grid.block_m, grid.seqlen_q) // _TILE)
 
@@ -207,7 +207,7 @@ def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, grid: _Grid) -> 
 
 
 def _evaluate_tiles(mask_mod: Callable[..., Tensor], tiles: _Tiles, grid: _Grid) -> Tensor:
-    """Bool (tiles, 64, 64), as create_mask of torch evaluates; anything where there is no query or no key."""
+    """Bool (tiles, 64, 64), as torch's create_mask evaluates it. Elements without a query or a key are arbitrary."""
     from torch.nn.attention.flex_attention import create_mask
 
     def of_tile(tile: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from fastattention.errors import ArgumentError
 
 
 class _Specs(NamedTuple):
-    """Specs of KvCacheArguments; that of cache_seqlens is None unless it is a tensor."""
+    """Specs of KvCacheArguments; the one of cache_seqlens is None unless it is a tensor."""
 
     q: TensorSpec
     k_cache: TensorSpec
@@ -153,7 +153,7 @@ def _check_dtypes(s: _Specs, cache_axes: str) -> torch.dtype | None:
     """Checks dtypes, devices, heads and head dimensions of q, caches and scales; the dtype of caches with scales."""
     k_cache, v_cache = s.k_cache, s.v_cache
     cache_dtype = check_cache_dtype(k_cache, v_cache, s.k_scale, s.v_scale)
-    if cache_dtype is not None:  # their scales make them numbers in the dtype of q
+    if cache_dtype is not None:  # with their scales they stand for values in the dtype of q
         k_cache, v_cache = k_cache._replace(dtype=s.q.dtype), v_cache._replace(dtype=s.q.dtype)
     check_qkv(s.q, k_cache, v_cache, "k_cache", "v_cache")
     for name, scale, cache in (("k_scale", s.k_scale, k_cache), ("v_scale", s.v_scale, v_cache)):

@@ -1,8 +1,8 @@
 """Checks what differs among calls of one signature: lengths, offsets and page indices, and addresses of caches.
 
-Every call makes these checks, also where its plan is known. On the CPU numbers are read and checked before anything is
-computed. On other devices reading them would synchronize, so
-they are taken as given, as flash-attn does, unless FASTATTENTION_CHECK_NUMBERS asks for the checks.
+Every call makes these checks, also where its plan is known. On the CPU values are read and checked before anything is
+computed. On other devices reading them would synchronize, so they are taken as given, as flash-attn does, unless
+FASTATTENTION_CHECK_NUMBERS asks for the checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastattention.errors import ArgumentError
 
 
 def are_checked(tensor: Tensor) -> bool:
-    """Whether the numbers of calls on the device of `tensor` are checked."""
+    """Whether values are checked in calls on the device of `tensor`."""
     return tensor.is_cpu or config.check_numbers()
 
 
@@ -28,7 +28,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None, rows_behi
     """Longest sequence of a varlen batch, after checking that the offsets are well formed.
 
     total: tokens in the varlen tensor, which the last offset must equal; None when the tensor is paged.
-    rows_behind: whether it may also be less
+    rows_behind: whether the last offset may also be less
     """
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
@@ -209,7 +209,7 @@ def _check_room(problem: Problem, before: list[int]) -> None:
 
 
 def check_cache_numbers(problem: Problem, inputs: Inputs, before: list[int] | None = None) -> None:
-    """Everything that depends on the numbers in index tensors, on any device; `before` are those of cache_seqlens."""
+    """Checks everything that depends on values of index tensors, on any device; `before` are those of cache_seqlens."""
     if before is None:
         assert inputs.cache_seqlens is not None
         before = inputs.cache_seqlens.tolist()

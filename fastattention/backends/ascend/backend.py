@@ -19,7 +19,7 @@ from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
 
-# The first call on any machine imports this module, to hear that there is no NPU. The rest is for those that have one.
+# The first call on any machine imports this module to ask whether there is an NPU. Machines without one need no more.
 if TYPE_CHECKING:
     from fastattention.backends.ascend.call import Launch
     from fastattention.backends.ascend.tiling import Tiling
@@ -45,7 +45,7 @@ class AscendBackend(AttentionBackend):
         return _why_no_npu()
 
     def describe(self) -> str:
-        """The NPUs, and who computes on them."""
+        """The NPUs, and which implementation computes on them."""
         count = torch.npu.device_count()  # type: ignore[attr-defined]  # torch_npu adds it
         chips = ", ".join(f"npu:{index} {_device_name(index)}" for index in range(count))
         ours = _why_no_triton() or "our Triton kernels for other calls"
@@ -81,15 +81,15 @@ class AscendBackend(AttentionBackend):
     def backward(
         self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
     ) -> dict[str, Tensor]:
-        """By an operator of torch_npu: our kernels refuse a problem with gradients."""
+        """Gradients by an operator of torch_npu: our kernels refuse a problem with gradients."""
         from fastattention.backends.ascend import vendor
 
         return vendor.backward(problem, inputs, result, grads)
 
     def implementation(self, problem: Problem, inputs: Inputs | None = None) -> str:
-        """Who serves a problem: "vendor", or "triton" also where the operators would have to copy these inputs.
+        """Which implementation serves a problem: "vendor", or "triton", also where operators would copy these inputs.
 
-        Raises UnsupportedError with the reasons when nobody does.
+        Raises UnsupportedError with the reasons when neither does.
         """
         from fastattention.backends.ascend import vendor
 
@@ -102,7 +102,7 @@ class AscendBackend(AttentionBackend):
         return serving[0]
 
     def how(self, problem: Problem) -> str:
-        """Who serves a problem that why_not accepted, why not the operators, and whether gradients are theirs too."""
+        """Which implementation serves an accepted problem, why not the operators, and who computes gradients."""
         if problem.grads:
             return "operators of torch_npu, forward and backward"
         reasons = self._reasons(problem)
@@ -132,7 +132,7 @@ class AscendBackend(AttentionBackend):
             return f"no tiles are known for this NPU: {error}"
         return None
 
-    # What the tests, which have no NPU, do their own way.
+    # Tests, which have no NPU, replace these methods.
 
     def _why_not_device(self, problem: Problem) -> str | None:
         if problem.device.type != "npu":
@@ -203,7 +203,7 @@ def _why_no_npu() -> str | None:
         return "torch_npu is not installed; an Ascend server needs CANN and torch_npu, see docs/guides/ascend.md"
     try:
         importlib.import_module("torch_npu")
-    except Exception as error:  # whatever a library of the vendor's raises when CANN is missing or too old
+    except Exception as error:  # the vendor's libraries may raise anything when CANN is missing or too old
         return f"torch_npu cannot be imported: {error}"
     if not torch.npu.is_available():  # type: ignore[attr-defined]
         return "torch_npu sees no NPU"

@@ -15,7 +15,7 @@ from fastattention.backends.ascend.tiling import Tiling, compiler_options
 from fastattention.backends.common.results import keyless
 
 MAX_HEADDIM = 256
-_MERGED_ELEMENTS = 4096  # of a tile of merge_splits: 16 KB of float32, of which a Vector unit holds several
+_MERGED_ELEMENTS = 4096  # elements of a tile of merge_splits: 16 KB of float32, and a Vector unit holds several
 
 
 class Launch(NamedTuple):
@@ -24,7 +24,7 @@ class Launch(NamedTuple):
     kernel: Any  # a triton.JITFunction
     num_programs: int
     arguments: dict[str, Tensor | int | float | None]  # in the kernel's order; None for what the call does not have
-    constants: dict[str, Any]  # those that are compiled in
+    constants: dict[str, Any]  # arguments that are compiled in
     options: dict[str, Any]  # of Triton-Ascend's compiler
 
 
@@ -36,12 +36,12 @@ class Prepared(NamedTuple):
 
 
 def rows_are_heads(problem: Problem) -> bool:
-    """Whether the rows of a tile are the heads that share a key head: so when each has one query."""
+    """Whether the rows of a tile are the heads that share a key head. They are when each head has one query."""
     return problem.seqlen_q == 1
 
 
 def choose_num_splits(problem: Problem, tiling: Tiling, chip: Chip) -> int:
-    """Into how many parts the keys are split: as asked, or so many that a decode occupies every AI Core."""
+    """The number of parts that keys are split into: as asked, or enough for a decode to occupy every AI Core."""
     if problem.num_splits:
         return problem.num_splits
     if not rows_are_heads(problem):
@@ -66,7 +66,7 @@ def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Pre
         return Prepared([], keyless(problem, inputs))
     out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    if problem.layout is Layout.VARLEN:  # no tile has the rows behind the last sequence
+    if problem.layout is Layout.VARLEN:  # no tile has the rows after the last sequence
         out.zero_()
         lse.fill_(-torch.inf)
     if num_splits == 1:
@@ -83,7 +83,7 @@ def _with_rows(tensor: Tensor, axis: int) -> Tensor:
 class _Strides(NamedTuple):
     """A tensor as a kernel walks through it, in elements.
 
-    Rows are queries, or heads when rows are heads. The batch of variable-length sequences is one of tokens.
+    Rows are queries, or heads when rows are heads. The batch stride of variable-length sequences is that of tokens.
     """
 
     tensor: Tensor
@@ -94,14 +94,14 @@ class _Strides(NamedTuple):
 
     @classmethod
     def of_queries(cls, problem: Problem, tensor: Tensor, split: int = 0) -> _Strides:
-        """Of q or out: (batch_size, seqlen_q, nheads, columns) or (total_q, nheads, columns)."""
+        """Strides of q or out: (batch_size, seqlen_q, nheads, columns) or (total_q, nheads, columns)."""
         *batch, token, head, _ = tensor.stride()
         first = batch[0] if batch else token
         return cls(tensor, split, first, *_row_and_head(problem, token, head))
 
     @classmethod
     def of_lse(cls, problem: Problem, lse: Tensor) -> _Strides:
-        """Of lse: (batch_size, nheads, seqlen_q) or (nheads, total_q)."""
+        """Strides of lse: (batch_size, nheads, seqlen_q) or (nheads, total_q)."""
         *batch, head, token = lse.stride()
         return cls(lse, 0, batch[0] if batch else token, *_row_and_head(problem, token, head))
 
@@ -111,7 +111,7 @@ def _row_and_head(problem: Problem, token: int, head: int) -> tuple[int, int]:
 
 
 def _key_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """(batch, row, head) of k or v; of pages the batch is that of pages."""
+    """(batch, row, head) of k or v; with pages, the batch stride is that of pages."""
     *batch, row, head, _ = tensor.stride()
     return (batch[0] if batch else row), row, head
 
@@ -125,7 +125,7 @@ def _prepare_split(
     rows = out.shape[:-1]  # (batch_size, seqlen_q, nheads) or (total_q, nheads)
     partial_out = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
     partial_lse = out.new_empty((num_splits, *rows, 1), dtype=torch.float32)
-    if problem.layout is Layout.VARLEN:  # no tile has the rows behind the last sequence: all their parts are empty
+    if problem.layout is Layout.VARLEN:  # no tile has the rows after the last sequence: all their parts are empty
         partial_out.zero_()
         partial_lse.fill_(-torch.inf)
     lse = out.new_empty(rows, dtype=torch.float32)
@@ -185,7 +185,7 @@ def _sizes(problem: Problem, tiling: Tiling, num_splits: int) -> dict[str, int |
     heads = rows_are_heads(problem)
     num_rows, nheads = (problem.group_size, problem.nheads_k) if heads else (problem.seqlen_q, problem.nheads)
     num_m_tiles = -(-num_rows // tiling.outer_tile_m)
-    # A window as wide as both sequences together hides nothing; capped, positions stay far from the end of int32.
+    # A window as wide as both sequences together hides nothing. Capped to it, positions stay far below 2^31.
     widest = problem.seqlen_q + problem.seqlen_k
     return {
         "num_items": problem.batch_size * nheads * num_m_tiles * num_splits,

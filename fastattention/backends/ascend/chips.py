@@ -1,17 +1,17 @@
 """Hardware figures of the Ascend 910B and 910C (buffers, units, bandwidths), each with its source.
 
-Sources, by the letter that stands behind a figure:
+Sources, by the letter in the comment of a figure:
 
     P  the platform descriptions (Ascend910B1.ini, Ascend910_9392.ini, ...) in CANN's public runtime: cores, clocks,
        capacities, rates of paths
-    C  the capacity that Triton-Ascend leaves to a kernel, told by its own messages on overflow
+    C  the capacity that Triton-Ascend leaves to a kernel, as its messages on overflow say
     G  the vendor's guide to operators in Ascend C, on tiling for the L2 cache
     V  the vendor's published figures of the products: peak rates, memory bandwidth
-    R  rates behind published cycle counts of attention on a 910B2 (simulator/calibration.py)
-    ?  a guess; what depends on it is said beside it
+    R  rates derived from published cycle counts of attention on a 910B2 (simulator/calibration.py)
+    ?  a guess; the comment says what depends on it
 
-An AI Core is one Cube unit (matrix products) and two Vector units (all else). They meet nowhere but in global memory,
-or in the L2 cache that stands for it.
+An AI Core is one Cube unit (matrix products) and two Vector units (all else). They exchange data only through global
+memory, or through the L2 cache in front of it.
 
 A 910C, the chip of the A3 series, is two dies of the 910B's kind in one package. Each has its own memory and L2 cache,
 and is an NPU of its own to torch_npu. So a call runs on one die, and "chip" means a die here.
@@ -35,14 +35,14 @@ class Chip:
     name: str
     num_cores: int  # P: AI Cores
     clock_ghz: float  # P
-    l2_bytes: int  # P: of all cores
+    l2_bytes: int  # P: shared by all cores
     # V: 1.6 to 1.8 TB/s are published of a 910B. The lower is taken, and half of it for a B4. A 910C has 3.2 TB/s.
     # ?: dies with fewer cores have as much as others, and a B4-1 as much as a B4.
     hbm_bytes_per_second: float
-    dies: int = 1  # V: of the package, each of them such a chip
+    dies: int = 1  # V: dies of the package, each of them such a chip
 
     # Buffers of a core.
-    ub_bytes: int = 192 * KIB - 8 * KIB - 256  # P, C: of each Vector unit, less what the compiler keeps for itself
+    ub_bytes: int = 192 * KIB - 8 * KIB - 256  # P, C: each Vector unit's, less what the compiler keeps for itself
     l1_bytes: int = 512 * KIB  # P
     l0a_bytes: int = 64 * KIB  # P: left operands of the Cube
     l0b_bytes: int = 64 * KIB  # P: right operands
@@ -50,11 +50,11 @@ class Chip:
 
     # Paths of a core.
     l2_read_rate: float = 110.0  # P: from the L2 cache, by the Cube and the Vector units together
-    l2_write_rate: float = 86.0  # P: into it; likewise
+    l2_write_rate: float = 86.0  # P: into it, by both together
     l2_bytes_per_second: float = 7e12  # G: all cores together, reads and writes; the same is assumed for every chip
     hbm_rate: float = 32.0  # P: one core from memory, when the cores together do not exceed the chip's
     l1_to_l0a_rate: float = 256.0  # R: as published with the cycle counts; P has 512
-    l1_to_l0b_rate: float = 128.0  # R: likewise; P has 256
+    l1_to_l0b_rate: float = 128.0  # R: as published with the cycle counts; P has 256
 
     # Units of a core.
     cube_m: int = 16  # P: a cycle multiplies 16 x 16 by 16 x 16 in float16 and bfloat16
@@ -67,7 +67,7 @@ class Chip:
 
     @property
     def peak_tflops(self) -> float:
-        """Of the Cubes, in float16 and bfloat16."""
+        """Peak rate of the Cubes, in float16 and bfloat16."""
         return self.num_cores * self.clock_ghz * 2e-3 * self.cube_m * self.cube_n * self.cube_k
 
     @property
@@ -76,7 +76,7 @@ class Chip:
         return self.clock_ghz * 1e9
 
     def memory_rate(self, active_cores: int) -> float:
-        """Bytes a cycle that a core gets of memory when so many ask at once."""
+        """Bytes a cycle that a core gets from memory when `active_cores` read at once."""
         return min(self.hbm_rate, self.hbm_bytes_per_second / (self.clock_hz * active_cores))
 
 

@@ -1,17 +1,17 @@
 """The Triton kernels for Ascend NPUs: attention by two-level tiling, and the merge of its splits.
 
 First level: a program takes tiles of TILE_M query rows, one after the other, and goes through the keys that they see
-in tiles of TILE_N. Both products of a tile are the Cube's. Second level: what is between them, the softmax of a
-(TILE_M, TILE_N) tile of scores, is the Vector units', who cut it by rows into slices that fit their buffers. The
-compiler makes these slices; tiling.py chooses how many (compiler_options). Large tiles of the first level make the
-hand-overs between Cube and Vector, which go through global memory, few.
+in tiles of TILE_N. Both products of a tile are the Cube's. Second level: the Vector units compute the softmax of a
+(TILE_M, TILE_N) tile of scores. They cut it by rows into slices that fit their buffers. The compiler makes these
+slices; tiling.py chooses how many (compiler_options). With large tiles of the first level there are few hand-overs
+between Cube and Vector, which go through global memory.
 
-Masks are windows of one mask tile (mask_tile.py), read for tiles that an edge of the mask crosses and for no others.
-Tiles that nobody sees are not visited. Both are decided by the functions of common/tile_range.py, compiled.
+Masks are windows of one mask tile (mask_tile.py), read only for tiles that an edge of the mask crosses. Tiles without a
+visible score are skipped. The functions of common/tile_range.py, compiled, decide both.
 
-The source keeps to operations that upstream Triton has too, where it runs on other chips as it is, and stays clear of
-what Triton-Ascend 3.2 is known to compile wrongly: loops that carry accumulators run at least once, tiles are powers of
-two wide, nothing is read that the kernel itself has written, and exponentials are natural.
+The source uses operations that upstream Triton has too, so that it also runs on other chips. It avoids what
+Triton-Ascend 3.2 is known to compile wrongly: loops that carry accumulators run at least once, tiles are powers of two
+wide, nothing is read that the kernel itself has written, and exponentials are natural.
 
 Rows of a tile are the queries of one head, or, when ROWS_ARE_HEADS, the one query of all heads that share a key head:
 a decoded token then reads every key once.
@@ -30,7 +30,7 @@ past_last_key = triton.jit(tile_range.past_last_key)
 window_row = triton.jit(mask_tile.window_row)
 window_column = triton.jit(mask_tile.window_column)
 
-# A row's maximum before its first key. Finite, so that the difference to a hidden score, -inf, is not NaN.
+# A row's maximum before its first key. It is finite, so that the difference to a hidden score, -inf, is not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
 # The least scale of values that a row's maximum follows: 2^-24, below which float16 holds nothing.
@@ -38,9 +38,9 @@ LEAST_SCALE = tl.constexpr(2.0**-24)
 
 
 def _compiled_once(kernel):
-    """Compiles `kernel` for any values of what is not a constexpr: not anew when a number is 1 or a multiple of 16.
+    """Compiles `kernel` once for all values of its run-time arguments, without variants for 1 and multiples of 16.
 
-    Ascend's compiler takes seconds for a kernel and gains nothing from knowing such numbers.
+    Ascend's compiler takes seconds for a kernel and gains nothing from such variants.
     """
     parameters = inspect.signature(kernel).parameters.values()
     varying = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
@@ -53,7 +53,7 @@ def attention_forward(
     k,  # rows of headdim elements, or pages of them
     v,  # rows of headdim_v elements, or pages of them
     k_scale,  # float32, a scale for every row of an int8 cache; None when k and v have the dtype of q
-    v_scale,  # likewise
+    v_scale,  # as k_scale
     out,  # rows of headdim_v elements; float32 when the keys are split
     lse,  # float32
     mask,  # int8 (MASK_SIZE, MASK_SIZE), the mask tile; None when no edge of a mask is to be drawn
@@ -65,7 +65,7 @@ def attention_forward(
     block_table,  # int32 (batch_size, ...) or None
     alibi_slopes,  # float32 (nheads,) or (batch_size, nheads), or None
     sinks,  # float32 (nheads,) or None
-    # Strides are in elements; that of the batch is that of tokens when varlen.
+    # Strides are in elements. The batch stride of varlen calls is the stride of tokens.
     q_stride_batch, q_stride_row, q_stride_head,
     k_stride_batch, k_stride_row, k_stride_head,
     v_stride_batch, v_stride_row, v_stride_head,
@@ -75,12 +75,12 @@ def attention_forward(
     lse_stride_split, lse_stride_batch, lse_stride_row, lse_stride_head,
     alibi_stride_batch, table_stride_batch,
     num_items,  # batch_size * nheads * num_m_tiles * num_splits
-    nheads,  # of queries; of keys when rows are heads
+    nheads,  # query heads; key heads when rows are heads
     group_size,  # heads of queries that share a head of keys
     num_m_tiles,
     num_splits,
-    seqlen_q,  # of every sequence unless varlen
-    seqlen_k,  # of every sequence unless varlen or cached
+    seqlen_q,  # queries of every sequence, unless varlen
+    seqlen_k,  # keys of every sequence, unless varlen or cached
     seqlen_new,  # tokens that this call appended to the cache
     page_block_size,
     headdim,
@@ -102,7 +102,7 @@ def attention_forward(
     """Attention of all work items: a tile of query rows of one head, over one split of the keys that it sees."""
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         split = item % num_splits
-        # The last rows first: under a causal mask they see the most keys.
+        # The last rows come first: under a causal mask they see the most keys.
         m_tile = num_m_tiles - 1 - item // num_splits % num_m_tiles
         head = item // (num_splits * num_m_tiles) % nheads
         sequence = item // (num_splits * num_m_tiles * nheads)
@@ -139,7 +139,7 @@ def attention_forward(
             row_sum = tl.zeros([TILE_M], tl.float32)
             acc_o = tl.zeros([TILE_M, TILE_DV], tl.float32)
 
-            # At least once: a tile past the end has no keys, and changes nothing.
+            # The loop runs at least once: a tile past the end has no keys, and changes nothing.
             for n_tile in range(first_tile, max(end_tile, first_tile + 1)):
                 key, num_keys, place, place_row = _locate(
                     n_tile, seen_begin, seen_end, first_k, place_k, sequence * table_stride_batch,
@@ -150,7 +150,7 @@ def attention_forward(
                 if k_scale is None:
                     acc_s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * softmax_scale
                 else:
-                    # int8 numbers are exact in every dtype of q; the scale of a key multiplies its column of scores.
+                    # int8 values are exact in every dtype of q; the scale of a key multiplies its column of scores.
                     k_tile = k_tile.to(q_tile.dtype)
                     k_scales = _load_scales(k_scale, place, k_scale_stride_batch, place_row, k_scale_stride_row,
                                             head_k * k_scale_stride_head, num_keys, TILE_N)  # fmt: skip
@@ -170,7 +170,7 @@ def attention_forward(
                 else:
                     v_scales = _load_scales(v_scale, place, v_scale_stride_batch, place_row, v_scale_stride_row,
                                             head_k * v_scale_stride_head, num_keys, TILE_N)  # fmt: skip
-                    # What float16 must hold is a weight times its scale: the maximum is that of their product.
+                    # float16 must hold a weight times its scale, so the maximum is that of their product.
                     log_scales = tl.log(tl.maximum(v_scales, LEAST_SCALE))
                     new_max = tl.maximum(row_max, tl.max(acc_s + log_scales[None, :], 1))
                 weights = tl.exp(acc_s - new_max[:, None])
@@ -213,7 +213,7 @@ def _sequence(
 ):  # fmt: skip
     """How many queries and keys a sequence has, and where they lie.
 
-    Those are places on the first axis of q and k, whose stride is that of tokens when varlen, and the row of key 0.
+    Places are indices on the first axis of q and k, whose stride is that of tokens when varlen, and the row of key 0.
     """
     length_q = seqlen_q
     length_k = seqlen_k
@@ -270,11 +270,12 @@ def _locate(
         page = (seen_begin + first_k) // page_block_size + n_tile // tiles_per_page
         in_page = n_tile % tiles_per_page * TILE_N
         end_in_page = min(in_page + TILE_N, page_block_size)
-        # The first page may begin with positions that nobody sees, and the last one may end with them.
+        # The first page may begin with positions that no query sees, and the last one may end with them.
         position = max(page * page_block_size + in_page, seen_begin + first_k)
         key = position - first_k
         num_keys = min(page * page_block_size + end_in_page, seen_end + first_k) - position
-        # Tables hold pages that a sequence has, and no more. (A mask would not do: of one element it is not heeded.)
+        # A table may end with the last page of a sequence, so tiles without keys read entry 0. (A mask of one element
+        # is ignored.)
         place = tl.load(block_table + table_row + (page if exists & (num_keys > 0) else 0))
         place_row = position - page * page_block_size
     return key, (max(num_keys, 0) if exists else 0), place, place_row
@@ -319,7 +320,7 @@ def _load_slopes(
 
 @triton.jit
 def _load_sinks(sinks, head, row, group_size, num_rows, split, TILE_M: tl.constexpr, ROWS_ARE_HEADS: tl.constexpr):
-    """The sink of every row. Of several splits the first one has it."""
+    """The sink of every row. With several splits, the first one has it."""
     if ROWS_ARE_HEADS:
         rows = row + tl.arange(0, TILE_M)
         sink = tl.load(sinks + head * group_size + rows, mask=rows < num_rows, other=0.0)
@@ -376,7 +377,7 @@ def _hide(
 def _window(mask, delta, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASK_SIZE: tl.constexpr):
     """The window of the mask tile that is 1 where column c of row r is greater than r + delta.
 
-    An edge that does not cross the tile may lie far away; as far as the tile is wide says the same.
+    An edge that does not cross the tile may lie far away, so delta is clamped to the width of the tile.
     """
     delta = min(max(delta, -TILE_M), TILE_N)
     block = tl.make_block_ptr(

@@ -6,8 +6,8 @@ it, since the element (r, c) of such a tile is hidden when c > r + delta with de
 
     delta >= 0: the window's rows start at delta        delta < 0: its columns start at -delta
 
-The left edge of a sliding window is the same triangle turned inside out: key j is hidden from query i when
-j < i + shift, so unless j > i + shift - 1. The window of delta - 1 holds True for what is visible.
+The left edge of a sliding window is the inverse of this triangle: key j is hidden from query i when j < i + shift, that
+is unless j > i + shift - 1. The window of delta - 1 is True where a key is visible.
 
 Only tiles that an edge crosses need a window, those with -tile_m < delta < tile_n, and windows of these lie inside as
 long as tile_m + tile_n is at most MASK_TILE. Other tiles are wholly visible or skipped (TileRange.classify). The
@@ -30,7 +30,7 @@ MASK_TILE = 2048  # rows and columns, the paper's 2M; 4 MiB, at any sequence len
 def mask_tile(device: torch.device) -> Tensor:
     """The mask tile on `device`: bool (MASK_TILE, MASK_TILE), True where the column is greater than the row.
 
-    Made once for each device and shared: not to be written.
+    It is made once for each device and shared: do not write to it.
     """
     return torch.ones(MASK_TILE, MASK_TILE, dtype=torch.bool, device=device).triu_(1)
 

@@ -29,18 +29,19 @@ __all__ = ["BufferUse", "Tiling", "buffer_uses", "choose_tiling", "compiler_opti
 
 OUTER_TILE_M = (16, 32, 64, 128, 256)
 OUTER_TILE_N = (1024, 512, 256, 128, 64, 32, 16)
-VECTOR_LOOPS = (1, 2, 4, 8)  # slices of a Vector's rows that the compiler knows
-PRELOADS = (1, 2, 4)  # without workspaces ahead, and with the two numbers of them that the compiler knows
+VECTOR_LOOPS = (1, 2, 4, 8)  # numbers of slices of a Vector's rows that the compiler supports
+PRELOADS = (1, 2, 4)  # no workspace ahead, or one of the two numbers of workspaces that the compiler supports
 MINIMUM = 16  # rows, keys or columns of any tile: the Cube's own
-MASK_BYTES = 1  # of an element of the mask tile
+MASK_BYTES = 1  # bytes of an element of the mask tile
 INT8_BYTES = 1
 ROW_STATISTICS = 3  # floats a row: maximum, sum, correction
-SIMULATED = 3  # of all candidates, those that are best by the estimate
-WORTH_MORE = 1.01  # a tiling with more under way, or with more hand-overs, must be so much faster
+SIMULATED = 3  # candidates that are simulated: the best by the estimate
+WORTH_MORE = 1.01  # a tiling with more buffers in flight or more synchronization must be predicted this much faster
 
-# Calls are told apart by three leading bits of their sizes. Beyond these numbers what is best no longer changes.
+# The cache of tilings keeps three leading bits of the sizes of calls. Above these limits the best tiling no longer
+# changes.
 LONGEST, MOST_HEADS = 8192, 64
-MOST_ROW_BLOCKS = 64  # of a head: with more, larger tiles are better
+MOST_ROW_BLOCKS = 64  # row blocks of a head; with more, larger tiles are better
 SMALLEST_TILE_N = 64  # unless the keys or pages are fewer
 
 
@@ -67,7 +68,7 @@ def why_not_fit(
     by_hand: bool = False,
     int8_cache: bool = False,
 ) -> str | None:
-    """Why a chip's buffers do not hold a tiling: the buffer, the bytes, what is allowed. None when they do.
+    """Why a chip's buffers do not hold a tiling: the buffer, its bytes and its limit. None when they do.
 
     by_hand: as buffer_uses takes it. int8_cache: k and v are in int8, and the rest in `dtype`.
     """
@@ -93,17 +94,16 @@ def why_not_fit(
 
 
 def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False) -> list[BufferUse]:
-    """What a tiling takes of every buffer of a core; those of level 0 first, whose sizes decide the others.
+    """What a tiling takes of every buffer of a core. Buffers of level 0 come first; the others depend on their sizes.
 
     by_hand: a kernel written by hand computes a slice of scores in place and has in L1 only the keys and values that it
-    is about to multiply. A compiler keeps intermediates beside a slice, a mask that is widened to be compared or row
-    maxima spread over the columns: room for one such slice is left to it. And Triton-Ascend, by its documentation, asks
-    of one product alone whether it needs cutting, so that two beside each other may run over L1 in silence: whole tiles
-    of keys and values must fit, with everything else. Nothing asks it to cut the columns of values either: a whole
-    product with them must fit L0C.
+        is about to multiply. A compiler keeps intermediates besides a slice, such as a widened mask or broadcast row
+        maxima, so the count includes one more slice. Triton-Ascend, by its documentation, checks only single products
+        against L1, so two of them may silently overflow it. Hence whole tiles of keys and values must fit, with
+        everything else. Nor does it cut the columns of values, so a whole product with them must fit L0C.
 
-    With an int8 cache the Vector units convert a whole tile of keys or values, half of it each: nothing says that the
-    compiler cuts it. The count has room for one intermediate in float32.
+    With an int8 cache the Vector units convert a whole tile of keys or values, half of it each, because the compiler
+    may not cut it. The count includes one intermediate in float32.
     """
     rows, copies, size = tiling.outer_tile_m, tiling.num_buffers, shape.element_bytes
     cut = cube_tiles(tiling, shape, chip)
@@ -150,7 +150,7 @@ def choose_tiling(problem: Problem, chip: Chip) -> Tiling:
 def tiling_for(
     workload: SimulatedCall, chip: Chip, page_block_size: int | None = None, by_hand: bool = False
 ) -> Tiling:
-    """As choose_tiling. page_block_size: tokens of a page, which no tile of keys exceeds; None without pages.
+    """`choose_tiling` of a workload. page_block_size: tokens of a page, which limits tiles of keys; None without pages.
 
     by_hand: as buffer_uses takes it; our kernel goes through a compiler.
     """
@@ -189,7 +189,7 @@ def _fastest(workload: SimulatedCall, chip: Chip, longest_tile: int, by_hand: bo
 
 
 def _candidates(workload: SimulatedCall, chip: Chip, longest_tile: int, by_hand: bool = False) -> Iterator[Tiling]:
-    """Tilings that fit, and are not larger than the call."""
+    """The tilings that fit, and are not larger than the call."""
     most_rows = padded(workload.num_rows)
     most_keys = min(padded(workload.seqlen_k), longest_tile)
     fewest_rows = min(most_rows // MOST_ROW_BLOCKS, OUTER_TILE_M[-1])
@@ -214,10 +214,10 @@ def _best_slices(tiling: Tiling, workload: SimulatedCall, chip: Chip, by_hand: b
 
 
 def compiler_options(tiling: Tiling, chip: Chip) -> dict[str, object]:
-    """Triton-Ascend's options for a tiling: into how many parts each unit cuts its tile, and what is buffered."""
+    """Triton-Ascend's options for a tiling: the number of parts that each unit cuts its tile into, and buffering."""
     options: dict[str, object] = {
         "multibuffer": tiling.multibuffer,
-        # Cube and Vector overlap by workspaces in global memory; without it the options below have no effect.
+        # Workspaces in global memory let Cube and Vector overlap; without this option those below have no effect.
         "limit_auto_multi_buffer_only_for_local_buffer": False,
         "enable_auto_bind_sub_block": True,  # both Vector units of a core, half of the rows each
         "tile_mix_vector_loop": vector_rows(tiling, chip) // tiling.inner_tile_m,
@@ -229,6 +229,6 @@ def compiler_options(tiling: Tiling, chip: Chip) -> dict[str, object]:
 
 
 def _rounded(number: int, most: int) -> int:
-    """Up, to three leading bits."""
+    """A number rounded up to three leading bits, and at most `most`."""
     unit = 1 << max(number.bit_length() - 3, 0)
     return min(-(-number // unit) * unit, most)

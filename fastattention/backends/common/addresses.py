@@ -1,4 +1,4 @@
-"""Addresses: those of the tensors of a call, in the order in which a kernel's parameters hold them."""
+"""Addresses of the tensors of a call, in the order in which a kernel's parameters hold them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Addresses:
     """How the addresses of calls are taken from their tensors. `given` names the tensors."""
 
     def __init__(self, params: type[ctypes.Structure], inputs: Inputs) -> None:
-        """For calls that have the same tensors as `inputs`."""
+        """Takes the addresses of calls that have the same fields of Inputs as `inputs`."""
         pointers = [field[0] for field in params._fields_ if field[1] is ctypes.c_void_p]
         tensors = [name for name in pointers if name in Inputs._fields]
         self.given = tuple(name for name in tensors if getattr(inputs, name) is not None)

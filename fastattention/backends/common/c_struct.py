@@ -32,7 +32,7 @@ class Params(ctypes.Structure):
 
     @classmethod
     def template(cls, **values: Value) -> bytes:
-        """The structure with null pointers. values: every other field; of an array or a struct, its items or its bytes.
+        """The structure with null pointers. values: all other fields; arrays and structs by their items or bytes.
 
         Raises TypeError for a field that is missing or unknown, struct.error for a value that does not fit.
         """
@@ -59,7 +59,8 @@ class Params(ctypes.Structure):
     def maker(cls: type[AnyParams], *names: str) -> Callable[..., AnyParams]:
         """`make` for calls that repeat: takes a template and the addresses of these pointers in order, 0 for null.
 
-        Ten times as fast as the constructor. Raises TypeError for names that are unknown or not in the header's order.
+        It is ten times as fast as the constructor. Raises TypeError for names that are unknown or not in the header's
+        order.
         """
         if names != tuple(name for name in cls.pointer_names if name in names):
             raise TypeError(f"{cls.__name__}: {names} are not in the order of its pointers, {cls.pointer_names}")
@@ -79,7 +80,7 @@ class Params(ctypes.Structure):
 
 
 def _code(cls: type[Params], begin: int, names: Sequence[str], end: int | None = None) -> struct.Struct:
-    """The format of some fields from a place on, with zeros between them. end: where the structure ends."""
+    """The format of some fields from byte `begin` on, with zeros between them. end: where the structure ends."""
     kinds: dict[str, Any] = dict(field[:2] for field in cls._fields_)
     at, codes = begin, "="
     for name in names:
@@ -119,7 +120,7 @@ def structs_of(header: Path) -> tuple[str, ...]:
 
 class _Declarations(NamedTuple):
     constants: dict[str, int]
-    structs: dict[str, str]  # by name, what stands between the braces
+    structs: dict[str, str]  # name -> the text between the braces
 
 
 _STATEMENTS = re.compile(
@@ -157,7 +158,7 @@ def _declarations(header: Path) -> _Declarations:
 def _fields(
     header: Path, structs: Mapping[str, str], constants: Mapping[str, int], statement: str
 ) -> list[tuple[str, type[Any]]]:
-    """What one statement within a struct declares."""
+    """The fields that one statement within a struct declares."""
     found = _FIELDS.fullmatch(" ".join(statement.split()))
     names = found["names"].split(", ") if found else []
     if found is None or (found["pointer"] and len(names) > 1):

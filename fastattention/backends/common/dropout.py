@@ -1,12 +1,12 @@
-"""Which weights dropout keeps: a pure function of the seed and of where a weight is, the same on every backend.
+"""Which weights dropout keeps: a pure function of the seed and of the weight's position, the same on every backend.
 
 A weight is kept where its word is at least dropout_p * 2^32. Sixteen counters decide over 64 neighbouring keys:
 
     counter = (key // 64 * 16 + key % 16, query, head, sequence)
     word    = philox4x32(counter, seed)[key % 64 // 16]
 
-with queries and keys counted within their sequence. Vectors of sixteen keys and fragments of matrix instructions take
-their words as they come. Philox is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with
+with queries and keys counted within their sequence. So vectors of sixteen keys and fragments of matrix instructions use
+their words in order. Philox is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with
 seven rounds, the fewest that pass their tests.
 """
 

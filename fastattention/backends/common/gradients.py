@@ -1,4 +1,4 @@
-"""Gradients that kernels of ours compute, and why they do not compute others."""
+"""Reasons why our kernels do not compute some gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COMPUTED = ("q", "k", "v", "sinks")
 
 
 def why_not_in_transform(alternative: str) -> str:
-    """Why a kernel of ours does not serve a call within torch.func.grad, jvp or forward-mode differentiation."""
+    """Why our kernels does not serve a call within torch.func.grad, jvp or forward-mode differentiation."""
     return f"torch.func or forward-mode differentiation follows operations of torch alone; use backend={alternative!r}"
 
 

@@ -24,7 +24,7 @@ def append_tokens(problem: Problem, inputs: Inputs) -> Tensor:
     positions = first + torch.arange(problem.seqlen_new, device=first.device)
     q, k_new = inputs.q, inputs.k_new
     if problem.cache_dtype is not None:
-        k_new = k_new.float()  # rounded once, by being quantized
+        k_new = k_new.float()  # quantization rounds once
     if problem.rotary_dim:
         steps = torch.arange(problem.seqlen_q if problem.has_window else 1, device=first.device)
         q = rotate(problem, inputs, q, first + steps)
@@ -66,7 +66,7 @@ def _write(cache: Tensor, scale: Tensor | None, where: tuple[Tensor, Tensor], ne
 
 
 def _places(problem: Problem, inputs: Inputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Where `positions` (batch_size, seqlen_new) lie: (page, slot in it) or (row of the cache, token)."""
+    """Indices of `positions` (batch_size, seqlen_new): (page, slot in it) or (row of the cache, token)."""
     if inputs.block_table is not None:
         assert problem.page_block_size is not None
         page = positions // problem.page_block_size

@@ -15,7 +15,7 @@ Strides = tuple[object, ...]
 
 
 def strides_of(inputs: Inputs) -> Strides:
-    """What the parameters of a call take from its tensors, besides their addresses; None for those it does not have.
+    """What parameters take from the tensors of a call, besides addresses; None for tensors that it does not have.
 
     Rows of the rotary tables limit what a cache may hold.
     """
@@ -26,7 +26,7 @@ def strides_of(inputs: Inputs) -> Strides:
 def pointers(*tensors: Tensor | None) -> list[int]:
     """Addresses of the first elements; 0 for a tensor that a call does not have, or that has no elements.
 
-    Raises RuntimeError for any other without memory, of which kernels would read what lies at 0.
+    Raises RuntimeError for any other tensor without memory: kernels would read from address 0.
     """
     return [0 if tensor is None else tensor.data_ptr() or null_of(tensor) for tensor in tensors]
 

@@ -1,13 +1,14 @@
 """The interleaved panel layout of a KV cache, which the cpu backend reads in place (attention/panel_cache.hpp).
 
-Keys and values of a head lie in panels of PANEL_SIZE tokens. Of bfloat16, two neighbours lie together: of a key's head
-dimension, or of two tokens' values. In the notation of shapes, with pair = 2 for bfloat16 and 1 for other dtypes:
+Keys and values of a head lie in panels of PANEL_SIZE tokens. bfloat16 elements are stored in pairs: two neighbours of a
+key's head dimension, or values of two tokens. In the notation of shapes, with pair = 2 for bfloat16 and 1 for other
+dtypes:
 
     k  (batch_size, nheads_k, panels, headdim / pair, PANEL_SIZE, pair)
     v  (batch_size, nheads_k, panels * PANEL_SIZE / pair, headdim_v, pair)
 
 headdim / pair is rounded up; the place of the missing element is 0. What lies beyond a sequence's tokens is arbitrary.
-Kernels read whole vectors: there must be SLACK_BYTES of memory behind v.
+Kernels read whole vectors: there must be SLACK_BYTES of memory after v.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 PANEL_SIZE = 32
 SLACK_BYTES = 64
 
-# Why other backends refuse such a cache.
+# The reason with which other backends refuse such a cache.
 REFUSAL = "the cache is stored in interleaved panels, which only the cpu backend reads; use a DenseKVStore"
 
 

@@ -1,4 +1,4 @@
-"""What the results of rows without keys are."""
+"""Results of rows without keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 
 
 def keyless(problem: Problem, inputs: Inputs) -> AttentionOutput:
-    """Out 0, and lse -inf or the sink, which is then all that a row attends to."""
+    """Results of rows without keys: out is 0, and lse -inf or the sink, which is all that such a row attends to."""
     lse: Tensor | None = None
     if problem.return_lse:
         lse = inputs.q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)

@@ -23,7 +23,7 @@ def first_key(i: int, seqlen_q: int, seqlen_k: int, left: int) -> int:
 
 
 def past_last_key(i: int, seqlen_q: int, seqlen_k: int, right: int) -> int:
-    """One past the last key that query i sees; not above its first_key when it sees none."""
+    """One past the last key that query i sees; at most its first_key when it sees none."""
     return seqlen_k if right < 0 else min(max(i + seqlen_k - seqlen_q + right + 1, 0), seqlen_k)
 
 
@@ -44,7 +44,7 @@ class TileRange:
         return first_key(i, self.seqlen_q, self.seqlen_k, self.left)
 
     def row_end(self, i: int) -> int:
-        """One past the last key that query i sees; not above row_begin when it sees none."""
+        """One past the last key that query i sees; at most row_begin when it sees none."""
         return past_last_key(i, self.seqlen_q, self.seqlen_k, self.right)
 
     def classify(self, first_q: int, last_q: int, first_k: int, last_k: int) -> TileKind:

@@ -1,4 +1,4 @@
-"""Main-memory traffic of a call: of its kernels, the least of any algorithm, and that of standard attention.
+"""Main-memory traffic of a call: of its kernels, of standard attention, and a lower bound for any algorithm.
 
 Slopes, sinks, lengths and block tables are left out: they are small. docs/internals/traffic.md has the model.
 """
@@ -15,7 +15,7 @@ from fastattention.engine.explain import Bytes, Traffic
 
 
 class Extent(NamedTuple):
-    """What a Problem does not say of the memory of its call."""
+    """What a Problem does not say about the memory of its call."""
 
     lengths: Mapping[tuple[int, int], int]  # (seqlen_q, seqlen_k), appended keys included -> sequences that have them
     values_in_keys: bool = False  # v is the first columns of k, in the same memory
@@ -40,10 +40,10 @@ class Extent(NamedTuple):
 
 
 def is_modelled(problem: Problem) -> bool:
-    """Whether the traffic of a call can be said.
+    """Whether the traffic of a call is modelled.
 
-    Not with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends, nor
-    with qk_dtype, which writes queries and keys once more.
+    It is not with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends,
+    or with qk_dtype, which writes queries and keys once more.
     """
     return not (problem.has_bias or problem.block_size or problem.qk_dtype)
 
@@ -53,8 +53,8 @@ def traffic_of(
 ) -> Traffic:
     """The traffic of a call that `is_modelled`.
 
-    tiled_keys: tokens of k and v that come from main memory, counted again whenever they come again; None if not known
-    fast_bytes: of memory on the chip; None if not known
+    tiled_keys: tokens of k and v that are read from main memory, counted every time; None if not known
+    fast_bytes: bytes of on-chip memory; None if not known
     """
     seen = sum(count * visible_keys(mask_of(problem, *lengths)) for lengths, count in extent.lengths.items())
     pairs = sum(count * q * k for (q, k), count in extent.lengths.items())
@@ -101,9 +101,9 @@ def io_bound(problem: Problem, extent: Extent, fast_bytes: int) -> int:
 
 
 def _moved(problem: Problem, extent: Extent, keys: int) -> Bytes:
-    """Bytes when q is read once and out written once, and so many tokens of k and v are read.
+    """Bytes when q is read once and out written once, and `keys` tokens of k and v are read.
 
-    Tokens that the call appends are read where the call gives them, and not again from the cache just written.
+    Tokens that the call appends are counted as read from k and v, and not again from the cache.
     """
     itemsize, query_rows = problem.dtype.itemsize, problem.total_q * problem.nheads
     appended = problem.batch_size * problem.seqlen_new

@@ -20,7 +20,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 12  # of api.cpp
+_ABI_VERSION = 12  # as in api.cpp
 
 
 class Peaks(NamedTuple):
@@ -55,12 +55,12 @@ class Library:
             self._functions.fastattention_forward, self._isa_index
         )
 
-        # Computes gradients. Takes the same, and the address of an FaGradients before the number of threads.
+        # Computes gradients. Takes the same arguments, and the address of an FaGradients before the number of threads.
         self.backward: Callable[[int, bytes, int, int], int] = functools.partial(
             self._functions.fastattention_backward, self._isa_index
         )
 
-        # Runs a call of linear attention. Takes what `forward` does, with FaLinearParams.
+        # Runs a call of linear attention. Takes the arguments of `forward`, with FaLinearParams.
         self.linear: Callable[[int, bytes, int], int] = functools.partial(
             self._functions.fastattention_linear, self._isa_index
         )
@@ -188,7 +188,7 @@ class Library:
 
 
 def find_library() -> Path:
-    """FASTATTENTION_CPU_LIBRARY, else the library beside this package. Raises LibraryError when there is none."""
+    """FASTATTENTION_CPU_LIBRARY, else the library of this installation. Raises LibraryError when there is none."""
     override = config.cpu_library()
     if override is not None:
         return Path(override)

@@ -14,7 +14,7 @@ class WorkQueue:
     """Runs jobs in order. Each begins once `ready` has reached its number; the thread then sets `done` to that number.
 
     ready, done: tensors on the CPU whose first 32 bits are these counters, equal at first. They count modulo 2**32, so
-    numbers are compared by their difference, which must be less than 2**31. The thread spins while a job waits.
+    they are compared by their difference, which must be less than 2**31. The thread spins while a job waits.
     """
 
     def __init__(self, ready: Tensor, done: Tensor) -> None:
@@ -22,7 +22,7 @@ class WorkQueue:
         self._library = load_library()
         self._handle = self._library.start_queue(ready.data_ptr(), done.data_ptr())
         self._end = weakref.finalize(self, _end, self._library, self._handle, os.getpid(), (ready, done))
-        self._end.atexit = False  # threads end anyway
+        self._end.atexit = False  # threads end with the process anyway
 
     def push(self, number: int, function: int, argument: int) -> None:
         """Queues a call of the C function `void (void*)` at address `function`. Raises MemoryError."""

@@ -29,7 +29,7 @@ class SdpaBackend(AttentionBackend):
         return None
 
     def why_not(self, problem: Problem) -> str | None:
-        """Only gradients through an append, caches in panels, and products in int8 are refused."""
+        """Refuses gradients through an append, caches in panels, and products in int8."""
         if problem.panel_size:
             return REFUSAL
         if problem.qk_dtype is not None:
@@ -42,17 +42,17 @@ class SdpaBackend(AttentionBackend):
         return None
 
     def how(self, problem: Problem) -> str:
-        """By cuDNN's operator where that is why it is faster; otherwise torch chooses, and differentiates."""
+        """Says "cuDNN's operator" where it is faster by it. Otherwise torch chooses, and differentiates."""
         if cudnn_prefill.why_faster(problem):
             return "cuDNN"
         return "operations that torch differentiates" if problem.needs_grad else ""
 
     def why_faster(self, problem: Problem) -> str | None:
-        """Where it is for the sake of cuDNN, or of FlashAttention-2's backward."""
+        """The reason where cuDNN, or FlashAttention-2's backward, is faster."""
         return cudnn_prefill.why_faster(problem) or gpu_kernels.why_faster_backward(problem)
 
     def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
-        """CuDNN's operator at once, where it is faster."""
+        """Plans a call of cuDNN's operator where it is faster."""
         generally = functools.partial(self._forward, problem)
         return generally if cudnn_prefill.why_faster(problem) is None else cudnn_prefill.plan(problem, generally)
 
@@ -91,7 +91,7 @@ class SdpaBackend(AttentionBackend):
 
 
 def _is_enabled(kernel: str) -> bool:
-    """Whether torch may use that kernel of its own; a kernel this version of torch lacks is not enabled."""
+    """Whether torch may use a kernel of its own. A kernel that this version of torch lacks is not enabled."""
     question = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled", None)
     return question is not None and bool(question())
 

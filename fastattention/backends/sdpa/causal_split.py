@@ -1,7 +1,7 @@
 """Causal attention to more keys than queries by cuDNN's kernel, which aligns masks to the top left: in two calls.
 
-The last seqlen_q keys and the queries make a square, whose lower triangle is seen; all keys before them are seen by all
-queries. lse merges the two exactly.
+The last seqlen_q keys and the queries make a square, whose lower triangle is visible. All keys before them are visible
+to all queries. The two results are merged exactly by their lse.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.sdpa import gpu_kernels
 
-_LEAST_QUERIES = 512  # that pay for a second launch and a merge; fewer are one call of FlashAttention
+_LEAST_QUERIES = 512  # with fewer, one call of FlashAttention is faster than two launches and a merge
 
 
 class Division(NamedTuple):
     """A call in two."""
 
     rectangle: Problem  # all keys before the last seqlen_q
-    square: Problem  # these
+    square: Problem  # the last seqlen_q keys
 
 
 def divide(problem: Problem) -> Division | None:
-    """The two calls; None where there are none, or one is as fast."""
+    """The two calls; None where a problem cannot be divided, or one call is as fast."""
     division = _divide(problem)
     if division is None or not gpu_kernels.can_serve(division.square):
         return None
@@ -35,7 +35,7 @@ def divide(problem: Problem) -> Division | None:
 
 @functools.lru_cache(maxsize=4096)
 def _divide(problem: Problem) -> Division | None:
-    """None also where scores depend on where keys are."""
+    """The two calls; None where scores depend on positions of keys."""
     divisible = (
         problem.layout is Layout.DENSE
         and problem.is_causal

@@ -13,12 +13,12 @@ Result = TypeVar("Result")
 
 
 def compute_chunked(compute: Callable[[Given], Result], chunks: Sequence[Given], with_gradients: bool) -> list[Result]:
-    """What `compute` makes of every chunk, in their order.
+    """The results of `compute` for all chunks, in their order.
 
-    The last is computed first: under a causal mask it has the most keys, and what it frees has room for all others.
-    Smaller ones first would each take new memory from an allocator that keeps what is freed.
-    with_gradients: where there are several, each is computed again when its gradients are, and its scores are not kept.
-    Transforms of torch.func cannot do that: within them scores are kept.
+    The last chunk is computed first. Under a causal mask it has the most keys, so the memory that it frees has room for
+    all others. In the other order each chunk would take new memory, because the allocator keeps what is freed.
+    with_gradients: with several chunks, the backward computes each again, so that scores are not kept. Transforms of
+        torch.func cannot do that, so within them scores are kept.
     """
     again = with_gradients and len(chunks) > 1 and torch._C._functorch.maybe_current_level() is None
     results = []

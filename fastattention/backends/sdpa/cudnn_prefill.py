@@ -1,7 +1,7 @@
 """Prefill that is faster by cuDNN's attention than by our kernels, on Hopper and newer GPUs.
 
-cuDNN builds a plan for every new shape, which takes the host 45 to 85 ms on an H100. So only calls with much to
-compute go there by themselves (docs/decisions/0054-prefill-by-cudnn-on-hopper.md).
+cuDNN builds a plan for every new shape, which takes the host 45 to 85 ms on an H100. So only calls with much to compute
+are sent to it automatically (docs/decisions/0054-prefill-by-cudnn-on-hopper.md).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.parts import are_aligned
 
-# Floating-point operations from which a call goes there. Causal ones are prompts, and most have a length of their own;
-# others are encoders and images, whose lengths return.
+# Floating-point operations from which a call is sent to cuDNN. Causal calls are prompts, most of which have a new
+# length. Others are encoders and images, whose lengths repeat.
 _LEAST_OPERATIONS_CAUSAL, _LEAST_OPERATIONS = 5e10, 1e10
-_LEAST_QUERIES = 128  # our decode kernel serves fewer
+_LEAST_QUERIES = 128  # our decode kernel serves calls with fewer
 
 
 def why_faster(problem: Problem) -> str | None:
@@ -38,15 +38,15 @@ def why_faster(problem: Problem) -> str | None:
 
 
 def plan(problem: Problem, otherwise: Callable[[Inputs], AttentionOutput]) -> Callable[[Inputs], AttentionOutput]:
-    """Calls of a problem that is faster.
+    """Plans calls of a problem that cuDNN serves faster.
 
-    otherwise: serves tensors that are not aligned, and calls while torch has cuDNN's attention switched off, or with
-    gradients while it allows none that are not deterministic
+    otherwise: serves tensors that are not aligned, and calls while torch has cuDNN's attention switched off. It also
+        serves calls with gradients while torch asks for deterministic algorithms.
     """
 
     def attend(inputs: Inputs) -> AttentionOutput:
         q, k, v = inputs.q, inputs.k, inputs.v
-        # Its backward adds in any order.
+        # cuDNN's backward adds in any order.
         forbidden = problem.needs_grad and torch.are_deterministic_algorithms_enabled()
         if forbidden or not (are_aligned(q, k, v) and switches.cudnn_sdp_enabled()):  # type: ignore[no-untyped-call]
             return otherwise(inputs)

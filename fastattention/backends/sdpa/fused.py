@@ -15,32 +15,32 @@ from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, Mask, chunk_mask, chunks, hides_nothing, sees_everything
 from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_groups, unfold_groups
 
-# Elements a head dimension is padded to off the CPU: other sizes send torch to its kernel that stores all scores.
+# Off the CPU head dimensions are padded to a multiple of this: for others, torch uses a kernel that stores all scores.
 _HEADDIM_MULTIPLE = 8
 
 
 def can_express(problem: Problem) -> bool:
     """True when scaled_dot_product_attention computes everything this call asks for."""
     scores_only = not (problem.softcap or problem.has_sinks or problem.dropout_p or problem.return_lse)
-    # torch masks the scores before it scales them in places: a hidden key would count when the scale is not positive.
+    # Some of torch's kernels mask scores before scaling: with a scale that is not positive, hidden keys would count.
     scale_fits = problem.softmax_scale > 0.0
-    # Off the CPU its backward adds in any order; the math path's does not.
+    # Off the CPU torch's fused backward adds in any order; the backward of the math path does not.
     repeatable = not (problem.deterministic and problem.needs_grad) or problem.device.type == "cpu"
     return scores_only and scale_fits and repeatable
 
 
 class _Whole(NamedTuple):
-    """A call that is one of torch's."""
+    """A call that one call of torch's function serves."""
 
     arguments: dict[str, Any]
-    by_gpu_kernels: bool  # only by these, which know of heads that share keys
+    by_gpu_kernels: bool  # only GPU kernels serve it, because they support heads that share keys
     off_cpu: bool
 
 
 def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
-    """The result of a call that is one of torch's with the tensors as they lie; None for all others.
+    """The result of a call that one call of torch's function serves without copies; None for all others.
 
-    What `attend` does with such a call, in fewer steps: they take longer than attention of a short one.
+    It does what `attend` does in fewer steps, because the steps take longer than attention of a short call.
     """
     whole = _whole(problem)
     if whole is None or (whole.by_gpu_kernels and not gpu_kernels.share_keys(problem)):
@@ -54,7 +54,7 @@ def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
 
 @functools.lru_cache(maxsize=4096)
 def _whole(problem: Problem) -> _Whole | None:
-    """None unless `problem` is one call of torch's, wherever tensors lie, whatever torch has switched on."""
+    """None unless one call of torch's function serves `problem`, for any strides and any of torch's settings."""
     if not _is_one_call(problem):
         return None
     causal, shared = not _sees_everything(problem), problem.group_size > 1
@@ -65,7 +65,7 @@ def _whole(problem: Problem) -> _Whole | None:
 
 
 def _is_one_call(problem: Problem) -> bool:
-    """But for heads that share keys."""
+    """Whether one call of torch's function serves a problem, apart from heads that share keys."""
     fits = (
         problem.dtype is not torch.float16 if problem.device.type == "cpu" else problem.headdim % _HEADDIM_MULTIPLE == 0
     )
@@ -109,19 +109,19 @@ def _working_dtype(part: Part) -> torch.dtype:
 
 
 def _shares_keys(problem: Problem) -> bool:
-    """True when torch can give several query heads one key/value head without storing scores or copies of keys."""
+    """True when torch serves query heads that share a key head without storing scores or copies of keys."""
     if problem.group_size == 1:
         return True
     return gpu_kernels.HAS_ENABLE_GQA and (problem.device.type == "cpu" or problem.dtype is not torch.float32)
 
 
 def _shares_keys_unmasked(problem: Problem) -> bool:
-    """By kernels of a GPU that know of groups: of few queries they divide the keys, but not of folded heads."""
+    """True where GPU kernels support groups. For few queries they split the keys, but not with folded heads."""
     return problem.group_size == 1 or (gpu_kernels.HAS_ENABLE_GQA and gpu_kernels.share_keys(problem))
 
 
 def _gqa(problem: Problem) -> dict[str, Any]:
-    """How torch is told that heads share keys; before 2.5 it knows no such argument."""
+    """The argument that tells torch that heads share keys; torch before 2.5 lacks it."""
     return {"enable_gqa": True} if problem.group_size > 1 else {}
 
 
@@ -132,12 +132,12 @@ def _attend_unmasked(problem: Problem, part: Part) -> Tensor:
 
 
 def _attend_causal(problem: Problem, part: Part) -> Tensor:
-    """The square lower triangle, which torch aligns as we do and whose hidden half it skips."""
+    """Attention under a square causal mask, which torch aligns as we do and whose hidden half it skips."""
     return _sdpa(problem, part.q, part.k, part.v, is_causal=True, **_gqa(problem))
 
 
 def _attend_masked(problem: Problem, part: Part) -> Tensor:
-    """Any other mask, built chunk by chunk so that it never takes seqlen_q x seqlen_k memory."""
+    """Attention under any other mask, built chunk by chunk so that it never takes seqlen_q x seqlen_k memory."""
     shared_by_heads = part.slopes is None and part.bias is None and part.blocks is None
     copies = problem.group_size if shared_by_heads else part.q.shape[0] * problem.nheads
     cut = list(chunks(problem, part, copies * part.k.shape[2]))
@@ -146,7 +146,7 @@ def _attend_masked(problem: Problem, part: Part) -> Tensor:
 
 
 def _attend_chunk(problem: Problem, part: Part, chunk: Chunk) -> Tensor:
-    """(batch_size, nheads, rows, headdim_v)."""
+    """Attention of a chunk: (batch_size, nheads, rows, headdim_v)."""
     q, k, v = part.q[:, :, chunk.rows], part.k[:, :, chunk.keys], part.v[:, :, chunk.keys]
     if k.shape[2] == 0:
         return q.new_zeros((*q.shape[:3], problem.headdim_v))
@@ -157,7 +157,7 @@ def _attend_chunk(problem: Problem, part: Part, chunk: Chunk) -> Tensor:
 def _attn_mask(mask: Mask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(attn_mask for torch, rows without keys).
 
-    Rows without keys see all of them: torch gives NaN or NaN gradients otherwise. The caller sets them to 0.
+    Rows without keys see all keys, because torch would give NaN results or gradients. The caller sets them to 0.
     """
     if mask.added is None:
         assert mask.visible is not None
@@ -166,7 +166,7 @@ def _attn_mask(mask: Mask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return visible | dead, dead
     added = mask.added if mask.visible is None else mask.added.masked_fill(~mask.visible, -torch.inf)
     dead = added.isneginf().all(dim=-1, keepdim=True)
-    # Contiguous: the strides of an expanded bias live on in results, and torch's kernels want none of them.
+    # The mask is made contiguous: results would inherit the strides of an expanded bias, which torch's kernels refuse.
     return added.masked_fill(dead, 0.0).to(dtype).contiguous(), dead
 
 

@@ -1,6 +1,6 @@
 """Calls torch's fused GPU kernels by their operators below autograd.
 
-They give lse too, and FlashAttention aligns a causal mask to the bottom right, where scaled_dot_product_attention does
+They return lse too, and FlashAttention aligns a causal mask to the bottom right. scaled_dot_product_attention does
 neither.
 """
 
@@ -15,16 +15,16 @@ from torch.backends import cuda as switches
 
 from fastattention.attention.problem import AttentionOutput, Layout, Problem
 
-HAS_ENABLE_GQA = torch.__version__ >= "2.5"  # whether torch's functions know of heads that share keys
-_HEADDIM_MULTIPLE = 8  # that both kernels take
+HAS_ENABLE_GQA = torch.__version__ >= "2.5"  # whether torch's functions support heads that share keys
+_HEADDIM_MULTIPLE = 8  # head dimensions that both kernels take are multiples of it
 _MOST_HEADDIM_OF_FLASH = 128
-# Beyond them FlashAttention-2's backward is faster than ours (docs/benchmarks/gpu-backward.md).
+# Above these FlashAttention-2's backward is faster than ours (docs/benchmarks/gpu-backward.md).
 _NARROW, _LONG = 64, 2048  # head dimension, queries and keys
-_FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopper cuDNN's is the slower one
+_FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopper cuDNN's kernel is the slower one
 
 
 def can_serve(problem: Problem) -> bool:
-    """Whether one of them serves what scaled_dot_product_attention does not."""
+    """Whether one of these kernels serves a problem that scaled_dot_product_attention does not."""
     return (problem.return_lse or _is_lower_right(problem)) and computes(problem) and kernel_of(problem) is not None
 
 
@@ -43,7 +43,7 @@ def computes(problem: Problem) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def differentiates(problem: Problem) -> bool:
-    """Whether torch's kernel serves a call with gradients: of out alone, and added in any order."""
+    """Whether torch's kernel serves a call with gradients: only of out, and added in any order."""
     wanted = bool(problem.grads) and not (problem.in_transform or problem.deterministic or problem.return_lse)
     shares = problem.group_size == 1 or HAS_ENABLE_GQA
     return wanted and shares and computes(replace(problem, grads=()))
@@ -64,7 +64,7 @@ def share_keys(problem: Problem) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _share_keys(problem: Problem, cudnn: bool, flash: bool) -> bool:
-    """By one look-up: before a short call each takes its time."""
+    """`share_keys`, cached by torch's settings: before a short call every look-up counts."""
     return _could_take(problem) and _kernel(problem, cudnn, flash) is not None
 
 
@@ -79,7 +79,7 @@ def _could_take(problem: Problem) -> bool:
 
 
 def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
-    """Attention to heads first, of a problem that one of them `computes`."""
+    """Attention of tensors with heads first, for a problem that a kernel `computes`."""
     if kernel_of(problem) == "cudnn":
         return attend_by_cudnn(problem, q, k, v)
     out, lse, *_ = torch._scaled_dot_product_flash_attention(
@@ -89,7 +89,7 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput
 
 
 def attend_by_cudnn(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
-    """Attention by cuDNN's kernel, where `kernel_of` has named it."""
+    """Attention by cuDNN's kernel, where `kernel_of` names it."""
     out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
         q, k, v, None, problem.keeps_lse, 0.0, problem.is_causal, False, scale=problem.softmax_scale
     )
@@ -97,7 +97,7 @@ def attend_by_cudnn(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Attent
 
 
 def kernel_of(problem: Problem) -> str | None:
-    """The one that torch has switched on, the GPU is new enough for, and the call fits: "cudnn" or "flash"."""
+    """The kernel that torch has switched on, and that suits the GPU and the call: "cudnn", "flash" or None."""
     return _kernel(problem, switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
@@ -105,7 +105,7 @@ def _kernel(problem: Problem, cudnn: bool, flash: bool) -> str | None:
     if torch.version.hip is not None:
         return None
     capability = _capability(problem.device)
-    # The kernel that cuDNN has for a single query adds up lse in any order.
+    # cuDNN's kernel for a single query adds up lse in any order.
     fits_cudnn = problem.seqlen_q > 1 and not _is_lower_right(problem)
     if cudnn and capability >= _FIRST_CUDNN and fits_cudnn and _cudnn_takes(problem):
         return "cudnn"
@@ -114,7 +114,7 @@ def _kernel(problem: Problem, cudnn: bool, flash: bool) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _cudnn_takes(problem: Problem) -> bool:
-    """By torch's own account, which knows this cuDNN's limits, of tensors of these shapes that take no memory."""
+    """Whether cuDNN takes a problem: asks torch, which knows its limits, with tensors that take no memory."""
     if not hasattr(switches, "can_use_cudnn_attention"):
         return False  # before torch 2.5
     with torch.cuda.device(problem.device):
@@ -130,7 +130,7 @@ def _cudnn_takes(problem: Problem) -> bool:
 
 
 def _is_lower_right(problem: Problem) -> bool:
-    """Causal, with more keys than queries, of which a single one sees all."""
+    """Whether a mask is causal with more keys than queries. A single query sees all keys, so it needs no mask."""
     return problem.is_causal and 1 < problem.seqlen_q < problem.seqlen_k
 
 

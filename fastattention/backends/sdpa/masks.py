@@ -13,7 +13,7 @@ from fastattention.attention.problem import Problem
 from fastattention.backends.common.tile_range import TileKind, TileRange
 from fastattention.backends.sdpa.parts import Part
 
-# Elements of one chunk's score matrix. 32 MiB in float32: a few such temporaries fit any machine, and matrix products
+# Elements of one chunk's score matrix: 32 MiB in float32. A few such temporaries fit any machine, and matrix products
 # of this size run at full speed.
 CHUNK_ELEMENTS = 2**23
 # Rows of a chunk when the mask is a band: fewer rows skip more keys, more rows make larger products.
@@ -46,7 +46,7 @@ def sees_everything(problem: Problem, part: Part) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def hides_nothing(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int) -> bool:
-    """The same of lengths and a window."""
+    """True when a window hides no key of seqlen_k keys from any of seqlen_q queries."""
     if not seqlen_q or not seqlen_k:
         return True
     band = TileRange(seqlen_q, seqlen_k, window_left, window_right)

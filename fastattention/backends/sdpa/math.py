@@ -16,7 +16,7 @@ from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
 def attend(problem: Problem, part: Part, seed: Tensor | None) -> AttentionOutput:
     """Attention of one part, computed in float32 and rounded once.
 
-    seed: of dropout; None without
+    seed: the seed of dropout; None without dropout
     Returns out (batch_size, nheads, seqlen_q, headdim_v), lse (batch_size, nheads, seqlen_q) and the dropout mask
     (batch_size, nheads, seqlen_q, seqlen_k); the latter two only when asked for.
     """

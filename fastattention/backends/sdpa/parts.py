@@ -24,8 +24,8 @@ class Part(NamedTuple):
     slopes: Tensor | None  # float32 (1 or batch_size, nheads, 1, 1)
     bias: Tensor | None  # (batch_size, nheads, seqlen_q, seqlen_k)
     sinks: Tensor | None  # float32 (nheads,)
-    blocks: Tensor | None  # bool (batch_size, nheads, rows, columns) of a block mask, those it has and more
-    first: int  # place in the batch of its first sequence
+    blocks: Tensor | None  # bool (batch_size, nheads, rows, columns): the block mask, maybe longer than the sequences
+    first: int  # index in the batch of its first sequence
 
 
 def fold_groups(x: Tensor, nheads_k: int) -> Tensor:
@@ -46,7 +46,7 @@ def unfold_groups(x: Tensor, group_size: int) -> Tensor:
 def split(problem: Problem, inputs: Inputs, q: Tensor, whole_batch: bool) -> Iterator[Part]:
     """The parts of a call, views wherever the layout allows it.
 
-    q: inputs.q, or what rotary embedding made of it
+    q: inputs.q, after rotary embedding if there is any
     whole_batch: take a dense batch as one part instead of sequence by sequence
     """
     if problem.layout is Layout.VARLEN:
@@ -59,7 +59,7 @@ def split(problem: Problem, inputs: Inputs, q: Tensor, whole_batch: bool) -> Ite
 def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -> AttentionOutput:
     """Results of all parts, whose tensors have heads before tokens, in the layout of the call.
 
-    Rows behind the last sequence of a varlen call see no keys.
+    Rows after the last sequence of a varlen call see no keys.
     """
     if not results:
         return _nothing(problem, inputs)
@@ -80,13 +80,13 @@ def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -
 
 
 def _nothing(problem: Problem, inputs: Inputs) -> AttentionOutput:
-    """The result of a batch of no sequences: no row sees a key, but it is part of the graph of q like any other."""
+    """The result of an empty batch: no row sees a key, but out is part of autograd's graph of q."""
     out = inputs.q[..., :0].sum(-1, keepdim=True).expand(problem.out_shape).contiguous()
     return AttentionOutput(out, keyless(problem, inputs).lse)
 
 
 def _dense(problem: Problem, inputs: Inputs, whole_batch: bool) -> Iterator[Part]:
-    if whole_batch and problem.batch_size:  # without slices, which take longer than a short call's attention
+    if whole_batch and problem.batch_size:  # slices would take longer than attention of a short call
         yield _part(inputs, slice(0, problem.batch_size), inputs.q, inputs.k, inputs.v, inputs.attn_bias)
         return
     for index in range(problem.batch_size):
@@ -146,7 +146,7 @@ def _from_pages(pages: Tensor, inputs: Inputs, index: int, begin: int, end: int)
 
 
 def _part(inputs: Inputs, sequences: slice, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Part:
-    """A Part from tensors with tokens before heads; `sequences` are its places in the batch."""
+    """A Part from tensors with tokens before heads; `sequences` are its indices in the batch."""
     slopes = inputs.alibi_slopes
     if slopes is not None:
         slopes = (slopes[sequences] if slopes.dim() == 2 else slopes.unsqueeze(0))[:, :, None, None]
@@ -156,7 +156,7 @@ def _part(inputs: Inputs, sequences: slice, q: Tensor, k: Tensor, v: Tensor, bia
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x`, copied where torch's GPU kernels would refuse it or fault."""
+    """`x`, or a copy where torch's GPU kernels would refuse it or fault."""
     return (
         x
         if x.data_ptr() % 16 == 0 and _keep_aligned(x.element_size(), x.stride())
@@ -165,14 +165,14 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `aligned` copies none of them, by one look-up."""
+    """Whether `aligned` copies none of them, by a cached look-up."""
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     return addresses % 16 == 0 and _keep_aligned(q.element_size(), q.stride(), k.stride(), v.stride())
 
 
 @functools.lru_cache(maxsize=4096)
 def _keep_aligned(itemsize: int, *strides: tuple[int, ...]) -> bool:
-    """Whether rows of tensors are without gaps, and start at multiples of 16 bytes where the first one does."""
+    """Whether rows of tensors are contiguous, and all are 16-byte aligned where the first row is."""
     return all(last == 1 and all(stride * itemsize % 16 == 0 for stride in outer) for *outer, last in strides)
 
 

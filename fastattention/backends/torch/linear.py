@@ -1,4 +1,4 @@
-"""The torch backend: linear attention in operations of torch, on any device, which autograd follows.
+"""The torch backend: linear attention in operations of torch, which autograd follows, on any device.
 
 A chunk of tokens is a few matrix products, and one state passes from chunk to chunk. With a(i, j) the product of the
 gates of tokens j+1 to i of a chunk, S the state before it, and everything per head:
@@ -9,7 +9,7 @@ gates of tokens j+1 to i of a chunk, S the state before it, and everything per h
                             S' = a(last, -1) S + sum_j a(last, j) k_j u_j^T
 
 where -1 stands for all tokens of the chunk up to i. Sums of gates are formed for each pair, never as a difference of
-two sums: neither strong gates nor long chunks lose digits, and a gate of -inf forgets.
+two sums. So neither strong gates nor long chunks lose digits, and a gate of -inf erases the state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.reference import l2norm, spans
 
-# Tokens of a chunk, by gate_per_key: with such gates (chunk, chunk, headdim_k) numbers should fit into caches.
+# Tokens of a chunk, by gate_per_key: with gates per key, (chunk, chunk, headdim_k) values should fit into caches.
 _CHUNK = {False: 64, True: 16}
 
 
@@ -41,7 +41,7 @@ class TorchBackend(LinearBackend):
         return None
 
     def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
-        """Nothing is prepared."""
+        """The computation itself; nothing is prepared."""
         chunk = _CHUNK[problem.gate_per_key] if problem.chunked else 1
 
         def serve(inputs: LinearInputs) -> LinearOutput:
@@ -133,6 +133,6 @@ def sums_between(g: Tensor) -> Tensor:
     chunk = g.shape[2]
     token = torch.arange(chunk, device=g.device)
     behind = (token.unsqueeze(1) > token).unsqueeze(-1)  # [t, j]: t > j
-    # [t, j] is g_t behind j, and 0 before it; summed over t up to i.
+    # [t, j] is g_t after j, and 0 before it; summed over t up to i.
     sums = torch.where(behind, g.unsqueeze(3), 0.0).cumsum(dim=2)
     return sums.masked_fill(behind.transpose(0, 1), -torch.inf)

@@ -9,14 +9,15 @@ from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradient, sequences
 
-# Rows of each sequence: evenly spread, the first and the last among them. All heads are compared.
+# Sampled rows of each sequence: evenly spread, with the first and the last. All heads are compared.
 SAMPLED_ROWS = 16
 
 
 def max_error(workload: BenchWorkload, tensors: Tensors, out: Tensor) -> float:
     """Largest absolute difference between `out` and float64 attention over the sampled rows.
 
-    out: (batch_size, seqlen_q, nheads, headdim), or varlen (total_q, nheads, headdim); of a backward the gradient of q.
+    out: (batch_size, seqlen_q, nheads, headdim), or varlen (total_q, nheads, headdim); for a backward, the gradient of
+        q.
     """
     outs = torch.split(out, list(workload.seqlens_q)) if workload.kind == "packed" else out.unbind()
     grads = make_gradient(workload).unbind() if workload.kind == "backward" else [None] * workload.batch_size
@@ -45,7 +46,7 @@ def _sequence_error(workload: BenchWorkload, sequence: Tensors, out: Tensor, gra
             attn_bias=bias.repeat_interleave(group, dim=0),
         )
         expected = reference_attention(problem, inputs).out.reshape(len(rows), group, -1)
-        if grad is not None:  # a row of it depends on that row alone
+        if grad is not None:  # a row of the gradient depends on that row alone
             expected = torch.autograd.grad(expected, queries, grad[rows, heads].double())[0].view_as(expected)
         worst = max(worst, float((out[rows, heads].double() - expected).abs().max()))
     return worst

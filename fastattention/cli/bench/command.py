@@ -24,7 +24,7 @@ DEVICES = {
 }
 DEVICE_ROUNDS = 9
 LINEAR, MODEL = "linear", "model"
-FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # a workload: 3 to 5 minutes and less than one in all on two cores
+FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # for each workload; in all, 3 to 5 minutes and less than one on two cores
 
 
 def bench(
@@ -38,9 +38,10 @@ def bench(
 ) -> None:
     """Run the questions and publish each; all but LINEAR and MODEL when none is named.
 
-    Raises ArgumentError for an unknown one. seqlen: length of the longest prefill of the quick suite, which it selects.
-    seconds: for each workload. num_threads: None follows torch. model: its name or folder, and how many of its layers,
-    for MODEL.
+    Raises ArgumentError for an unknown question. seqlen: length of the longest prefill of the quick suite, which it
+    selects.
+    seconds: for each workload. num_threads: None follows torch. model: name or folder of the model of MODEL, and the
+        number of its layers.
     """
     short = quick or seqlen is not None
     suite = quick_suite(seqlen or 2048) if short else full_suite()
@@ -69,7 +70,7 @@ def bench(
 
 
 def _check_folder(output: Path) -> None:
-    """Makes it. Raises ArgumentError where nothing could be written after minutes of measuring."""
+    """Makes the folder. Raises ArgumentError where results could not be written after minutes of measuring."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):

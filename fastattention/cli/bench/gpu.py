@@ -1,8 +1,7 @@
 """The question "gpu": the speed of prefill on each code path of the GPU, and of torch's three kernels.
 
-16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length and of variable
-lengths. Useful TFLOPS: 4 seqlen^2 headdim a head, half of that when causal. Medians of interleaved rounds, timed by the
-GPU.
+16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, equal and variable lengths. Useful
+TFLOPS: 4 seqlen^2 headdim a head, half of that when causal. Medians of interleaved rounds, timed by the GPU.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def capability() -> int:
 
 
 def paths_to_time() -> list[int]:
-    """Its code path, and Turing's on newer GPUs.
+    """The GPU's code path, and Turing's on newer GPUs.
 
-    These emulate Volta's m8n8k4, and Pascal's path has no matrix instructions: checked there, not timed.
+    Newer GPUs emulate Volta's m8n8k4, and Pascal's path has no matrix instructions, so these paths are not timed there.
     """
     newest = arch_of(capability())
     return [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
@@ -108,7 +107,7 @@ def dense_calls(
 
 
 def heads_first(tensor: Tensor) -> Tensor:
-    """(batch_size, seqlen, heads, headdim) -> contiguous (batch_size, heads, seqlen, headdim), as torch likes it."""
+    """(batch_size, seqlen, heads, headdim) -> contiguous (batch_size, heads, seqlen, headdim), for torch's kernels."""
     return tensor.transpose(1, 2).contiguous()
 
 
@@ -132,7 +131,7 @@ def varlen_calls(backends: Mapping[str, AttentionBackend], headdim: int, causal:
 def dense_equivalent(
     backends: Mapping[str, AttentionBackend], headdim: int, causal: bool, rounds: int
 ) -> dict[str, float]:
-    """The rate of every path on dense batches of the same lengths, together: what varlen is measured against."""
+    """The rate of every path on dense batches of the same lengths, together: the baseline of varlen."""
     work, seconds = 0.0, dict.fromkeys(backends, 0.0)
     for part in UNEVEN:
         seqlen = round(TOKENS * part)
@@ -150,14 +149,14 @@ def record(
 ) -> dict[str, Any]:
     """Times the calls in turns; a peer that does not serve this device or problem is left out, with its reason.
 
-    failed: the names of those among them that did not refuse but raised something else.
+    failed: names of peers that raised something other than a refusal.
     """
     reasons: dict[str, str] = {}
     failed = []
     for name, call in calls.items():
         try:
             call()
-        except Exception as error:  # a peer that is not installed, or whatever the compiler of its kernel raises
+        except Exception as error:  # a peer may be missing, or the compiler of its kernel may fail
             reasons[name] = first_line(error) or type(error).__name__
             if not isinstance(error, UnsupportedError):
                 failed.append(name)
@@ -169,7 +168,7 @@ def record(
 
 
 def call_microseconds() -> dict[str, float]:
-    """What a call on a single token takes of the processor: in all, and from validated call to enqueued kernel."""
+    """Host time of a call on a single token: in all, and from validated call to enqueued kernel."""
     q, k, v = tensors(1, 1, headdim=64)
     problem, inputs = prepare_dense(q, k, v, Options())
     backend = CudaBackend()

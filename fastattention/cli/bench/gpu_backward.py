@@ -72,7 +72,7 @@ def measure(backends: Mapping[str, CudaBackend], seqlens: Sequence[int], rounds:
 def calls_of(
     backends: Mapping[str, CudaBackend], headdim: int, causal: bool, seqlen: int, device: str = "cuda"
 ) -> dict[str, Call]:
-    """The backward of every path and peer: each after its own forward, which is not part of the call."""
+    """The backward of every path and peer. Its forward runs before and is not part of the call."""
     q, k, v = tensors(TOKENS // seqlen, seqlen, headdim=headdim, device=device)
     grad = torch.randn_like(q)
     problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
@@ -88,7 +88,7 @@ def calls_of(
 
 
 class Backward:
-    """Torch's, by one of its kernels. The forward runs in the first call, where it may say why it cannot."""
+    """Torch's backward by one of its kernels. The forward runs in the first call, which raises where it is refused."""
 
     def __init__(self, peer: SDPBackend, leaves: Sequence[Tensor], grad: Tensor, causal: bool) -> None:
         self._peer, self._leaves, self._grad, self._causal = peer, leaves, grad, causal
@@ -122,7 +122,7 @@ def _peaks_of(seqlen: int) -> dict[str, int]:
         before = torch.cuda.memory_allocated()
         try:
             torch.autograd.grad(forward(*leaves), leaves, grad)
-        except RuntimeError:  # a peer that does not serve this device: `measure` says why
+        except RuntimeError:  # the peer does not serve this device: `measure` says why
             continue
         found[name] = torch.cuda.max_memory_allocated() - before
     return found

@@ -1,9 +1,9 @@
 """The question "gpu_decode": the speed of one query per sequence against its cache on a GPU.
 
-float16, heads of 128. Beside torch's kernels for the same call: pages of several sizes in random order, quantized
-caches, and the code paths of older GPUs. Calls are captured in graphs and replayed, so that the processor does not
-count; caches take turns where one would stay in the L2 cache. Rates are those of the bytes of keys and values
-that are read. Medians of interleaved rounds, timed by the GPU.
+float16, heads of 128. Compared are torch's kernels for the same call, pages of several sizes in random order, quantized
+caches, and the code paths of older GPUs. Calls are captured in graphs and replayed, so that host time does not count.
+Caches take turns where one would stay in the L2 cache. Rates are those of the bytes of keys and values that are read.
+Medians of interleaved rounds, timed by the GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ HEADDIM = 128
 PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cudnn": SDPBackend.CUDNN_ATTENTION}
 STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 PAGES = (1, 16, 64, 256)
-MOST_BYTES = 40_000_000_000  # of one cache
-CACHE_TURN_BYTES = 400_000_000  # of caches that take turns: several times the L2 cache
+MOST_BYTES = 40_000_000_000  # largest cache
+CACHE_TURN_BYTES = 400_000_000  # size of all caches that take turns: several times the L2 cache
 
 
 class Shape(NamedTuple):
@@ -58,7 +58,7 @@ HEADS = ((32, 32), (32, 8), (64, 8))
 FULL_LENGTHS = ((1, 1024), (1, 4096), (1, 8192), (1, 65536), (1, 131072), (8, 4096), (8, 32768), (16, 8192), (64, 4096),
                 (64, 16384))  # fmt: skip
 QUICK_LENGTHS = ((1, 8192), (8, 32768))
-# Where other layouts and older paths are measured too.
+# Shapes for which other layouts and older paths are measured too.
 VARIED = (Shape(1, 32, 8, 65536), Shape(8, 32, 8, 32768), Shape(1, 32, 32, 8192))
 
 
@@ -124,7 +124,7 @@ def record(shape: Shape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]
     for name, way in ways.items():
         try:
             graphs[name] = Graph([way(shape, k, v) for k, v in caches])
-        except Exception as error:  # whatever a peer raises for what it does not serve
+        except Exception as error:  # a peer may raise anything for calls that it does not serve
             reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
     microseconds = graph_microseconds(graphs, rounds)
     gbps = {name: shape.cache_bytes / taken / 1e3 for name, taken in microseconds.items()}
@@ -132,7 +132,7 @@ def record(shape: Shape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]
 
 
 class Graph:
-    """Calls that are captured once and replayed; keeps alive what they read."""
+    """Calls that are captured once and replayed. Keeps alive the tensors that they read."""
 
     def __init__(self, calls: list[Call]) -> None:
         self.calls = calls
@@ -145,7 +145,7 @@ class Graph:
                 call()
 
     def replay(self) -> None:
-        """All calls."""
+        """Runs all calls."""
         self._graph.replay()
 
 
@@ -165,7 +165,7 @@ def copy_bandwidth(rounds: int) -> float:
 
 
 def queries(shape: Shape) -> Tensor:
-    """Of shape (batch_size, 1, nheads, headdim)."""
+    """Queries (batch_size, 1, nheads, headdim)."""
     return torch.randn(shape.batch_size, 1, shape.nheads, HEADDIM, device="cuda", dtype=torch.float16)
 
 
@@ -178,7 +178,7 @@ def ours(shape: Shape, k: Tensor, v: Tensor, arch: int | None = None, **more: Te
 
 
 def in_pages(size: int, shape: Shape, k: Tensor, v: Tensor) -> Call:
-    """The same memory as pages in random order."""
+    """Our backend on the same memory as pages in random order."""
     num_blocks = shape.batch_size * shape.seqlen // size
     table = torch.randperm(num_blocks, device="cuda").int().reshape(shape.batch_size, -1)
     k, v = (cache.view(num_blocks, size, shape.nheads_k, HEADDIM) for cache in (k, v))
@@ -186,7 +186,7 @@ def in_pages(size: int, shape: Shape, k: Tensor, v: Tensor) -> Call:
 
 
 def in_bytes(stored: torch.dtype, shape: Shape, k: Tensor, v: Tensor) -> Call:
-    """A quantized cache."""
+    """Our backend on a quantized cache."""
     (k_stored, k_scale), (v_stored, v_scale) = quantize(k, stored), quantize(v, stored)
     return ours(shape, k_stored, v_stored, k_scale=k_scale, v_scale=v_scale)
 
@@ -203,7 +203,7 @@ def by_torch(peer: SDPBackend, shape: Shape, k: Tensor, v: Tensor) -> Call:
 
 
 def call_microseconds() -> dict[str, float]:
-    """What a call on a short cache takes of the processor: without and with an append."""
+    """Host time of a call on a short cache, without and with an append."""
     q, k, v = (torch.randn(1, 1, 8, HEADDIM, dtype=torch.float16, device="cuda") for _ in range(3))
     k_cache, v_cache = (torch.zeros(1, 64, 8, HEADDIM, device="cuda", dtype=torch.float16) for _ in range(2))
     seqlens = torch.ones(1, dtype=torch.int32, device="cuda")
@@ -218,7 +218,7 @@ def call_microseconds() -> dict[str, float]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the tables: every shape beside torch, then the variations."""
+    """Print the tables: every shape compared with torch, then the variations."""
     machine = report["machine"]
     title = f"GB/s of keys and values, {machine['gpus'][0]}, torch {machine['versions']['torch']}"
     table = Table("batch", "heads", "keys", "fastattention", *PEERS, "microseconds", title=title)

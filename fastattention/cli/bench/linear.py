@@ -2,7 +2,7 @@
 
 16 heads of 128 x 128, as flash-linear-attention publishes its figures. Peers: the same in operations of torch, the
 functions of Transformers' models, and flash-linear-attention where it is installed (GPU). Medians of calls in turns.
-On a GPU single tokens are also timed in a CUDA graph, where the processor does not count.
+On a GPU single tokens are also timed in a CUDA graph, without host time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fastattention.cli.machine import describe_machine
 from fastattention.threads import get_num_threads
 
 OURS = "fastattention"
-CPU_SECONDS = 4.0  # of a workload
-SLOW_SECONDS = 0.02  # of a call on a GPU, beyond which it is not repeated
+CPU_SECONDS = 4.0  # for each workload
+SLOW_SECONDS = 0.02  # a call that takes longer on a GPU is not repeated
 PROMPTS = {"cuda": ((1, 16384), (8, 2048)), "cpu": ((1, 4096),)}
 STEPS = {"cuda": (1, 8, 64), "cpu": (1, 8)}
 DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.float32, torch.bfloat16)}
@@ -50,7 +50,7 @@ class LinearWorkload:
 
     @property
     def state_bytes(self) -> int:
-        """Of all states, once."""
+        """Bytes of all states, counted once."""
         return 4 * self.batch_size * self.nheads * self.headdim**2
 
     def tensors(self, device: str) -> tuple[list[Tensor], Tensor]:
@@ -73,7 +73,7 @@ class LinearWorkload:
 
 
 def answer(rounds: int, output: Path) -> None:
-    """Measure, print a table, write linear_gpu.json or linear_cpu.json into `output`. rounds: of turns on a GPU."""
+    """Measure, print a table, write linear_gpu.json or linear_cpu.json into `output`. rounds: rounds on a GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     records = []
     with progress_bar() as bar:
@@ -106,7 +106,7 @@ def record(workload: LinearWorkload, device: str, rounds: int) -> dict[str, Any]
             try:
                 calls[name] = make(workload, tensors, state)
                 calls[name]()
-            except Exception as error:  # a peer that is not installed, or whatever the compiler of its kernel raises
+            except Exception as error:  # a peer may be missing, or the compiler of its kernel may fail
                 calls.pop(name, None)
                 reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if device == "cuda":
@@ -117,7 +117,7 @@ def record(workload: LinearWorkload, device: str, rounds: int) -> dict[str, Any]
 
 
 def gpu_seconds(workload: LinearWorkload, calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Of each call, and of single tokens in a graph. A slow peer has one turn, after a call that is not counted."""
+    """Seconds of each call, and of single tokens in a graph. A slow peer is timed once, after a warm-up call."""
     slow = {name: call for name, call in calls.items() if timing.time_on_device(call) > SLOW_SECONDS}
     seconds = timing.interleaved_on_device({name: call for name, call in calls.items() if name not in slow}, rounds)
     seconds |= {name: timing.time_on_device(call) for name, call in slow.items()}
@@ -129,7 +129,7 @@ def gpu_seconds(workload: LinearWorkload, calls: dict[str, Call], rounds: int) -
 
 
 def ours(workload: LinearWorkload, tensors: list[Tensor], state: Tensor, backend: str = "auto") -> Call:
-    """By the public functions."""
+    """A call of the public functions."""
     arguments: dict[str, Any] = {"initial_state": state, "output_final_state": True, "backend": backend}
     prefix = "chunk" if workload.seqlen > 1 else "recurrent"
     if workload.rule == "gated delta rule":
@@ -139,7 +139,7 @@ def ours(workload: LinearWorkload, tensors: list[Tensor], state: Tensor, backend
 
 
 def by_transformers(workload: LinearWorkload, tensors: list[Tensor], state: Tensor) -> Call:
-    """The function of Transformers' models in operations of torch, whatever has taken its place."""
+    """The function of Transformers' models in operations of torch, whatever integration has replaced it."""
     if workload.rule != "gated delta rule":
         raise ValueError("Transformers has the gated delta rule alone")
     module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
@@ -173,7 +173,7 @@ PEERS: dict[str, Callable[[LinearWorkload, list[Tensor], Tensor], Call]] = {
     "Transformers": by_transformers,
     "torch": functools.partial(ours, backend="torch"),
 }
-CAPTURED = (OURS, "fla")  # in CUDA graphs
+CAPTURED = (OURS, "fla")  # peers that are also captured in CUDA graphs
 
 
 def show(report: dict[str, Any]) -> None:

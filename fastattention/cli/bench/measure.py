@@ -11,7 +11,7 @@ from fastattention.cli.bench.peers import Peer, Prepared
 from fastattention.cli.bench.timing import Timing, interleaved
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_tensors
 
-_LIMIT = "the limit itself"  # takes its turns beside the peers
+_LIMIT = "the limit itself"  # is timed in turns with the peers
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def measure(
 
 
 def _first_call(workload: BenchWorkload, tensors: Tensors, peer: Peer, prepared: dict[str, Prepared]) -> Measurement:
-    """Warm up, compare and add to `prepared`. A peer that fails, by lack of memory too, is left out and says why."""
+    """Warm up, compare and add to `prepared`. A peer that fails, by lack of memory too, is left out with its reason."""
     reason = peer.why_not(workload)
     if reason is not None:
         return Measurement(workload, peer.name, reason=reason)

@@ -1,8 +1,8 @@
 """The question "npu": the speed of prefill on an Ascend NPU, by our kernels and by torch_npu.
 
 16384 tokens in all, hidden size 2048, float16, heads of 64 and 128, causal and not; and one head of 128, whose
-latencies have been published for a 910B2. Beside every time of our kernel stands what the simulator predicted.
-Medians of interleaved rounds, timed by the NPU. Written without an NPU at hand: nobody has run it yet.
+latencies have been published for a 910B2. Times of our kernel are shown with the simulator's predictions. Medians of
+interleaved rounds, timed by the NPU. It has not been run on an NPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A record for every head dimension, mask and length, and for one head at the published lengths.
 
-    name: of the NPU, for which predictions are made if it is known.
+    name: the NPU, for which predictions are made if it is known.
     """
     shapes = [
         (headdim, causal, TOKENS // seqlen, seqlen, HIDDEN // headdim)
@@ -80,7 +80,7 @@ def measure_shape(name: str, shape: tuple[int, bool, int, int, int], rounds: int
 
 
 def predicted_tflops(problem: Problem, flops: float, name: str) -> dict[str, float]:
-    """What the simulator says of our kernel; nothing of an NPU that it does not know."""
+    """The simulator's prediction for our kernel; empty for an NPU that it does not know."""
     try:
         chip = find_chip(name)
     except ArgumentError:
@@ -89,7 +89,7 @@ def predicted_tflops(problem: Problem, flops: float, name: str) -> dict[str, flo
 
 
 def calls_of(problem: Problem, inputs: Inputs) -> dict[str, Call]:
-    """Ours by both implementations, and what torch_npu's users call, heads before tokens as it likes them."""
+    """Both of our implementations, and the operator that torch_npu's users call, with heads before tokens."""
     q, k, v = heads_first(inputs.q), heads_first(inputs.k), heads_first(inputs.v)
     return {
         OURS: partial(AscendBackend("triton").forward, problem, inputs),

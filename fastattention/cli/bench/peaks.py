@@ -26,7 +26,7 @@ class Limits:
     reason: str | None = None  # why nothing was measured
 
 
-# Loops that take turns with what they limit: long enough to be timed, short enough not to take the time of the others.
+# Sizes of loops that take turns with what they limit: long enough to be timed, short beside the measured calls.
 _LOOP_ITERATIONS = 4_000_000
 _LOOP_BYTES = 1 << 29
 

@@ -44,7 +44,7 @@ def _draw(panel: Axes, report: Report, workload: BenchWorkload, group: list[Meas
         panel.text(value, position, " " + _text(report, one), va="center", fontsize=7)
     panel.set_yticks(positions, [full_name(one) for one in group], fontsize=7)
     panel.invert_yaxis()
-    panel.set_xlim(0, (max(values) or 1.0) * 1.35)  # room for the numbers
+    panel.set_xlim(0, (max(values) or 1.0) * 1.35)  # room for the labels
     panel.tick_params(axis="x", labelsize=7)
     unit = (
         "microseconds a call, less is better" if report.quantity == "time" else f"{rate(group[0])[1]}, more is better"

@@ -17,10 +17,9 @@ SCHEMA = 1
 
 
 def write_record(path: Path, figures: Mapping[str, Any]) -> None:
-    """Write `figures` as JSON with the machine they are from, into a folder that need not exist.
+    """Write `figures` as JSON with a description of this machine, into a folder that need not exist.
 
-    figures: may hold a "machine" of its own, taken earlier or with more in it, and a "question" other than the file's
-        name
+    figures: may hold a "machine" described earlier or in more detail, and a "question" other than the file's name
     """
     head: dict[str, Any] = {"schema": SCHEMA, "question": path.stem}
     if "machine" not in figures:

@@ -22,7 +22,7 @@ from fastattention.cli.bench.workload import BenchWorkload
 from fastattention.files import write_atomically
 
 Quantity = Literal["rate", "time"]
-NUMBER_WIDTH = 8  # of a column, so that a narrow terminal wraps names and headings but no number
+NUMBER_WIDTH = 8  # width of a column, so that a narrow terminal wraps names and headings but no number
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Report:
     """One question, answered on one machine."""
 
     question: str  # names the files, e.g. "prefill"
-    quantity: Quantity  # what the pictures show: "time" where a call does next to no arithmetic
+    quantity: Quantity  # what the charts show: "time" where a call does next to no arithmetic
     machine: dict[str, Any]
     limits: Limits
     peers: dict[str, str]  # name -> version, or why it was not measured
@@ -81,7 +81,7 @@ def rate(one: Measurement) -> tuple[float | None, str]:
 
 
 def fraction_of_limit(one: Measurement, limits: Limits) -> float | None:
-    """Rate over what the processor can do at most, in the same turns if measured; None where either is unknown."""
+    """Rate over the processor's limit, measured in the same turns if possible; None where either is unknown."""
     limit: float | None = one.limit_rate or getattr(limits, one.workload.limit)
     value, _ = rate(one)
     return None if value is None or limit is None else value / limit
@@ -102,7 +102,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def who_is_here(peers: dict[str, str]) -> list[str]:
-    """One line for each version or reason, after the names of those that share it."""
+    """One line for each version or reason, after the names of the peers that share it."""
     names: dict[str, list[str]] = {}
     for name, state in peers.items():
         names.setdefault(state, []).append(name)
@@ -110,7 +110,7 @@ def who_is_here(peers: dict[str, str]) -> list[str]:
 
 
 def full_name(one: Measurement) -> str:
-    """The peer and which of its paths it took."""
+    """The peer's name and the path that it took."""
     return f"{one.peer} ({one.detail})" if one.detail else one.peer
 
 
@@ -123,7 +123,7 @@ def in_words(seconds: float) -> str:
 
 
 def _table(report: Report, workload: BenchWorkload, group: list[Measurement]) -> Table:
-    """What was measured; a column without any value is left out."""
+    """The table of a workload; columns without any value are left out."""
     cells = {
         "time": [_time(one) for one in group],
         rate(group[0])[1]: [_format(rate(one)[0], "{:.3g}") for one in group],

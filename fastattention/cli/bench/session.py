@@ -22,7 +22,7 @@ from fastattention.cli.machine import describe_machine
 
 @dataclass(frozen=True)
 class Session:
-    """What all questions of one run share."""
+    """The machine, its limits and the peers, which all questions of one run share."""
 
     machine: dict[str, Any]
     limits: Limits
@@ -42,7 +42,7 @@ def start_session() -> Session:
 
 
 def show_header(session: Session) -> None:
-    """Print the machine, its measured limits and who takes part."""
+    """Print the machine, its measured limits and the peers."""
     machine, limits = session.machine, session.limits
     OUTPUT.print(f"[bold]{escape(title(machine))}[/]")
     if limits.reason is not None:
@@ -58,7 +58,7 @@ def show_header(session: Session) -> None:
 
 
 def answer(session: Session, question: str, workloads: list[BenchWorkload], seconds: float) -> Report:
-    """Measure `workloads`, each for about `seconds`, with every peer that is here."""
+    """Measure `workloads`, each for about `seconds`, with every available peer."""
     peers = [peer for peer in ALL_PEERS if any(peer.applies_to(workload) for workload in workloads)]
     available = [peer for peer in peers if peer.why_unavailable() is None]
     measurements: list[Measurement] = []
@@ -71,7 +71,7 @@ def answer(session: Session, question: str, workloads: list[BenchWorkload], seco
                 bar.update(task, completed=done + fraction)
 
             measurements += measure(workload, available, seconds, on_progress)
-    # A picture of calls that do next to no arithmetic shows their time.
+    # The chart of calls that do next to no arithmetic shows their time.
     quantity: Quantity = "time" if all(workload.flops < 1e6 for workload in workloads) else "rate"
     return Report(
         question, quantity, session.machine, session.limits, {peer.name: _state(peer) for peer in peers}, measurements
@@ -92,7 +92,7 @@ def publish(report: Report, directory: Path) -> None:
 
 
 def publish_files(report: Path, draw: Callable[[], Path]) -> None:
-    """Say which files there are: a report, and the picture that `draw` makes with the plot extra."""
+    """Print which files were written: a report, and the chart that `draw` makes with the plot extra."""
     written = [report]
     if importlib.util.find_spec("matplotlib") is None:
         MESSAGES.print(escape("no picture: it needs matplotlib, pip install '.[plot]' in the source tree"))
@@ -103,5 +103,5 @@ def publish_files(report: Path, draw: Callable[[], Path]) -> None:
 
 
 def _state(peer: Peer) -> str:
-    """Its version, or why it is not here."""
+    """The peer's version, or why it is not available."""
     return peer.why_unavailable() or peer.version()

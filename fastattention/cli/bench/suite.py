@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fastattention.cli.bench.workload import DTYPES, BenchWorkload
 
-# Uneven lengths as requests come in: 3584 real tokens where padding would compute 16384.
+# Uneven lengths, as of requests: 3584 real tokens, where padding would compute 16384.
 VARLEN_FRACTIONS = (1.0, 0.25, 0.1875, 0.125, 0.09375, 0.046875, 0.03125, 0.015625)
 
 
@@ -25,7 +25,8 @@ def decode(grouped_keys: int = 131072, keys: int = 16384) -> list[BenchWorkload]
     """One query against a cache: eight query heads a key head in half precision; as many key heads in every dtype."""
     grouped = [_decode(dtype, grouped_keys, 4) for dtype in ("bfloat16", "float16")]
     ungrouped = [_decode(dtype, keys, 32) for dtype in DTYPES]
-    # 4096 keys in float16 is where ggml reads at the speed of memory. With `keys` as short, it is there already.
+    # With 4096 keys in float16 ggml reads at the speed of memory. Where `keys` is that short, it is in the list
+    # already.
     return list(dict.fromkeys([*grouped, *ungrouped, _decode("float16", min(keys, 4096), 32)]))
 
 
@@ -47,7 +48,7 @@ def backward(seqlen: int = 2048, long: int = 8192) -> list[BenchWorkload]:
 
 
 def overhead() -> list[BenchWorkload]:
-    """Next to no arithmetic: what is left is the price of a call. The first is fast_attn_func, the second a cache."""
+    """Calls with next to no arithmetic, which show the overhead of a call: fast_attn_func, then one with a cache."""
     return [
         BenchWorkload("prefill", "float32", (1,), (1,), 1, 1, 64),
         BenchWorkload("decode", "float32", (1,), (1,), 1, 1, 64),
@@ -64,12 +65,12 @@ QUESTIONS: dict[str, Callable[[], list[BenchWorkload]]] = {
 
 
 def full_suite() -> dict[str, list[BenchWorkload]]:
-    """Every question at the sizes of the published numbers."""
+    """Every question at the sizes of the published figures."""
     return {name: question() for name, question in QUESTIONS.items()}
 
 
 def quick_suite(seqlen: int = 2048) -> dict[str, list[BenchWorkload]]:
-    """A taste of every question; nothing is longer than 16 * seqlen keys."""
+    """Every question at small sizes; no workload is longer than 16 * seqlen keys."""
     return {
         "prefill": [one for one in prefill(seqlen) if one.headdim == 128 and one.causal],
         "decode": decode(16 * seqlen, 2 * seqlen)[:4],

@@ -16,9 +16,9 @@ import torch
 
 MINIMUM_ROUNDS = 3
 MAXIMUM_ROUNDS = 100
-# Between turns: the threads of the last library still spin on the cores for a few milliseconds before they sleep.
+# Pause between turns: the threads of the last library spin on the cores for a few milliseconds before they sleep.
 SETTLE_SECONDS = 0.01
-# A turn lasts at least this long, and the first of several calls is not counted: the caches hold somebody else's data.
+# A turn lasts at least this long, and the first of several calls is not counted: the caches hold another call's data.
 TURN_SECONDS = 0.03
 MAXIMUM_CALLS_PER_TURN = 1000
 DEVICE_CALLS_PER_TURN = 5
@@ -26,7 +26,7 @@ DEVICE_CALLS_PER_TURN = 5
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call. `calls` is how many were measured; 1 means too slow for the time given."""
+    """Seconds a call. `calls` is the number of measured calls; 1 means too slow for the time given."""
 
     median: float
     lower_quartile: float
@@ -65,8 +65,8 @@ def interleaved_on_device(
 ) -> dict[str, float]:
     """Median seconds of a call, after two calls that are not counted.
 
-    What ran just before counts, so every round has an order of its own.
-    device: whose events take the time, the name of a module of torch
+    The call before influences a time, so every round has an order of its own.
+    device: the name of a module of torch, whose events take the time
     """
     for call in calls.values():
         call()

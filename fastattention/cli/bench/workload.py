@@ -39,7 +39,7 @@ class BenchWorkload:
 
     @property
     def label(self) -> str:
-        """What tells this workload from others, e.g. "decode bfloat16, 131072 keys, 32:4 heads of 128"."""
+        """A name that distinguishes this workload, e.g. "decode bfloat16, 131072 keys, 32:4 heads of 128"."""
         heads = f"{self.nheads}:{self.nheads_k}" if self.nheads != self.nheads_k else str(self.nheads)
         if self.kind == "packed":
             tokens = f"{self.batch_size} sequences of {min(self.seqlens_k)} to {max(self.seqlens_k)}"

@@ -58,7 +58,7 @@ def check(device: str | None, output: Path, checks: Sequence[Check] | None = Non
 
 
 def device_of_machine() -> str:
-    """An accelerator if there is one that we have kernels for, else cpu."""
+    """The accelerator if we have kernels for it, else cpu."""
     if ATTENTION_BACKENDS.get("ascend").why_unavailable() is None:
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""What a report says of the machine: all of `fastattention info`, the devices, and what their vendor's tool shows."""
+"""Facts about the machine for a report: all of `fastattention info`, the devices, and their vendor's tool."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fastattention.cli.machine import describe_machine
 
 TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
 TOOL_SECONDS = 60
-OF_A_RUN = ("command", "load_average")  # of describe_machine: not of the machine, and files and addresses may be in it
+OF_A_RUN = ("command", "load_average")  # left out of describe_machine: they may hold files and addresses
 # Beginnings of the names of distributions that compile or run kernels.
 DISTRIBUTIONS = ("torch", "triton", "cuda-", "nvidia-cuda-nvrtc", "nvidia-cudnn", "transformers")
-# Beneath the folder that CANN's set_env.sh names.
+# Files below the folder that CANN's set_env.sh names.
 CANN_VERSIONS = ("version.cfg", "*/ascend_toolkit_install.info")
 
 
 def facts_of(device: str) -> dict[str, Any]:
-    """As JSON types only. device: npu, cuda or cpu."""
+    """All facts, as JSON types only. device: npu, cuda or cpu."""
     return {
         "device": device,
         "device_names": device_names(device),
@@ -39,7 +39,7 @@ def facts_of(device: str) -> dict[str, Any]:
 
 
 def device_names(device: str) -> list[str]:
-    """Of all that torch sees; of GPUs with their compute capability."""
+    """Names of all devices that torch sees; GPUs with their compute capability."""
     if device == "cuda":
         indices = range(torch.cuda.device_count())
         pairs = ((torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)) for index in indices)
@@ -51,7 +51,7 @@ def device_names(device: str) -> list[str]:
 
 
 def state_of(name: str) -> dict[str, str]:
-    """A backend's own line, or why it cannot run."""
+    """A backend's own description, or why it cannot run."""
     backend = ATTENTION_BACKENDS.get(name)
     reason = backend.why_unavailable()
     return {"available": backend.describe()} if reason is None else {"unavailable": reason}
@@ -64,7 +64,7 @@ def installed() -> dict[str, str]:
 
 
 def tool_output(device: str) -> dict[str, str] | None:
-    """What the vendor's tool prints of the devices, without the list of processes; None where there is no such tool."""
+    """The output of the vendor's tool, without its list of processes; None where there is no such tool."""
     command = TOOLS.get(device)
     if command is None or shutil.which(command[0]) is None:
         return None
@@ -79,7 +79,7 @@ def tool_output(device: str) -> dict[str, str] | None:
 
 
 def cann_versions() -> dict[str, str]:
-    """Files in which CANN says its version, by name; none where it is not set up."""
+    """Contents of CANN's version files, by name; empty where CANN is not set up."""
     folder = os.environ.get("ASCEND_TOOLKIT_HOME")
     if not folder:
         return {}

@@ -14,12 +14,12 @@ from fastattention.cli.check.run import recorded
 
 PROMPT, NEW_TOKENS = 37, 5
 DTYPE = torch.float16
-# Beside an error of eager that many times as large, one unit of rounding of the largest logit is allowed.
+# The allowed error is this many times that of eager, and one unit of rounding of the largest logit.
 FACTOR = 3.0
 
 
 def run(report: Report, device: str) -> None:
-    """Adds an entry: what was compared, or that it was skipped."""
+    """Adds an entry with what was compared, or why the model was skipped."""
     known = {"kind": "model", "name": "tiny Llama", "dtype": "float16", "implementation": "transformers"}
     report.attempt(known, lambda note: _compare(device, note))
 
@@ -34,7 +34,7 @@ def _compare(device: str, note: Note) -> Entry:
 
     model = _tiny_llama()
     tokens = torch.randint(256, (2, PROMPT + NEW_TOKENS), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    # Float32 is a thousand times as exact. Eager in float64 makes NaN of rows that are padding.
+    # float32 is a thousand times as exact. Eager in float64 makes NaN of rows that are padding.
     exact = _logits(model.to(DTYPE).float(), tokens)
     model = model.to(device, DTYPE)
     eager = _logits(model, tokens)
@@ -64,7 +64,7 @@ def _tiny_llama() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        initializer_range=0.2,  # so large that attention moves the logits
+        initializer_range=0.2,  # large enough for attention to move the logits
     )
     model: Any = LlamaForCausalLM(config)
     model.set_attn_implementation("eager")
@@ -73,7 +73,7 @@ def _tiny_llama() -> Any:
 
 @torch.no_grad()
 def _logits(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """Of the prompt, and of the tokens that follow one by one, in float64 on the CPU. The first row is padded."""
+    """Logits of the prompt, and of tokens that follow one by one, float64 on the CPU. The first row is padded."""
     from transformers import DynamicCache
 
     from fastattention.integrations.transformers.versions import CACHE_ARGUMENT

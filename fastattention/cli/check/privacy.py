@@ -1,4 +1,4 @@
-"""Takes out of a report whose machine it is: it is going to be published."""
+"""Removes the owner's names and paths from a report, because it is going to be published."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 from fastattention.cli.machine import SOURCES
 
-IMPERSONAL = ("root", "localhost")  # of users and hosts
-# Of entries: words of ours, which a user may be called.
+IMPERSONAL = ("root", "localhost")  # users and hosts whose names may stay
+# Fields of entries whose words are ours, even if a user has such a name.
 IMPERSONAL_KEYS = ("device", "kind", "name", "dtype", "implementation", "call", "state", "served_by")
 
 
 class Anonymiser:
     """Replaces paths and names in all text of a report.
 
-    paths: each with what stands for it; those within others win
-    names: each with what stands for it, where it is a word of its own
-    hosts: likewise, with the domain behind it
+    paths: each with its replacement; the longest match wins
+    names: each with its replacement, where it is a word of its own
+    hosts: as names, with the domain that follows
     """
 
     def __init__(
         self, paths: Iterable[tuple[Path, str]], names: Iterable[tuple[str, str]], hosts: Iterable[str] = ()
     ) -> None:
-        # "/" stands for no one, and is in every path.
+        # "/" tells no name, and is in every path.
         known = {str(path): shown for path, shown in paths if len(path.parts) > 1}
         longest_first = sorted(known.items(), key=lambda pair: -len(pair[0]))
-        # Not within a longer path, but behind a compiler's flag, as in -I/home/...
+        # A path is not replaced within a longer one, but it is after a compiler's flag, as in -I/home/...
         before = r"(?:(?<![\w.-])|(?<=-[A-Za-z]))"
         self._patterns = [(rf"{before}{re.escape(path)}(?![\w-])", shown) for path, shown in longest_first]
         words = [(name, shown, "") for name, shown in names]
@@ -44,20 +44,20 @@ class Anonymiser:
 
     @classmethod
     def of_this_machine(cls) -> Anonymiser:
-        """For the user, the host and the folders of this process."""
+        """An Anonymiser for the user, the host and the folders of this process."""
         paths = [(SOURCES, "<sources>"), (Path.cwd(), "<folder>")]
-        if sys.prefix != sys.base_prefix:  # a virtual environment; that of the system is nobody's
+        if sys.prefix != sys.base_prefix:  # a virtual environment; the system's folder tells no name
             paths.append((Path(sys.prefix), "<python>"))
         names: list[tuple[str, str]] = []
         try:
             paths.append((Path.home(), "<home>"))
             names.append((getpass.getuser(), "<user>"))
-        except (RuntimeError, OSError, KeyError):  # a user whom the system does not know
+        except (RuntimeError, OSError, KeyError):  # the system does not know the user
             pass
         return cls([*paths, *((path.resolve(), shown) for path, shown in paths)], names, [socket.gethostname()])
 
     def __call__(self, value: Any) -> Any:
-        """The same value without them."""
+        """The same value without these names and paths."""
         if isinstance(value, str):
             for pattern, shown in self._patterns:
                 value = re.sub(pattern, shown, value)

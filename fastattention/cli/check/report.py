@@ -1,4 +1,4 @@
-"""The file that is sent back. It is written before and after every entry, so that a crash or a hang loses nothing."""
+"""The report file. It is written before and after every entry, so that a crash or a hang loses nothing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fastattention.files import write_atomically
 Entry = dict[str, Any]
 Note = Callable[[Entry], None]
 BAD = ("wrong", "failed")
-STATES = ("right", "refused", *BAD)  # of a call; a speed is "measured", what was left out "skipped"
+STATES = ("right", "refused", *BAD)  # states of a call; a speed is "measured" or "skipped"
 
 
 class Report:
-    """Facts about a machine, and one entry for each thing that was tried on it: the last may be "running"."""
+    """Facts about a machine, and one entry for each call or measurement on it. The last may be "running"."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
@@ -34,9 +34,9 @@ class Report:
         self._write()
 
     def attempt(self, known: Entry, run: Callable[[Note], Entry]) -> Entry:
-        """The entry of what `run` finds: its state among it. What it raises is recorded, and ends nothing.
+        """The entry that `run` returns, with its state. An error in it is recorded, and does not end the check.
 
-        known: what is in the file while it runs; run: may note more of that by the function that it gets.
+        known: what the file holds while it runs; run: may add to that by the function that it gets.
         """
         entry = {**known, "state": "running"}
         self.entries.append(entry)
@@ -50,9 +50,9 @@ class Report:
         try:
             entry.update(run(note))
         except UnsupportedError as error:
-            # Refused after all where a backend had said that it serves the call: that is a fault.
+            # A backend refused a call that it had said to serve: that is a fault.
             entry.update(state="failed" if "served_by" in entry else "refused", reason=str(error))
-        except Exception as error:  # whatever compilers and drivers raise
+        except Exception as error:  # compilers and drivers may raise anything
             reason = f"{type(error).__name__}: {first_line(error)}"
             entry.update(state="failed", reason=reason, traceback=traceback.format_exc())
         entry.setdefault("seconds", time.perf_counter() - begin)
@@ -60,7 +60,7 @@ class Report:
         return entry
 
     def stop(self, reason: str) -> None:
-        """Says why the rest is not tried."""
+        """Records why the rest is not tried."""
         self.stopped = reason
         self._write()
 
@@ -71,7 +71,7 @@ class Report:
         return ", ".join([f"{counts['right']} of {tried} right", *(f"{counts[one]} {one}" for one in STATES[1:])])
 
     def bad(self) -> list[Entry]:
-        """What was wrong, or failed."""
+        """Entries that are wrong, or failed."""
         return [entry for entry in self.entries if entry["state"] in BAD]
 
     def finish(self) -> None:
@@ -86,7 +86,7 @@ class Report:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no numbers that are not finite: they become text."""
+    """`value` with text for infinities and NaN, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

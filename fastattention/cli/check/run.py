@@ -28,7 +28,7 @@ from fastattention.testing.written import Snapshot
 
 
 class Implementation(NamedTuple):
-    """Who computes a call."""
+    """How a call is computed: a backend and its settings."""
 
     name: str
     backend: str  # as calls name it
@@ -115,7 +115,7 @@ def _verdict(call: Call, backend: str, return_lse: bool) -> Verdict:
 
 @contextmanager
 def _settings(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for a while. Backends are chosen anew when they change."""
+    """Sets environment variables for a while. Backends are chosen anew when they change."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     _choose_anew()
@@ -162,7 +162,7 @@ def _choose_anew() -> None:
 
 
 def _why_lost(device: str) -> str | None:
-    """Why the device computes nothing any more, or None where it does."""
+    """Why the device no longer computes, or None where it does."""
     try:
         torch.ones(1, dtype=torch.float32, device=device).add(1.0).cpu()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A few times beside the calls: ours and torch's, and on NPUs the vendor's operator and what the simulator predicts."""
+"""A few times: ours and torch's, and on NPUs the vendor's operator and the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, tenso
 from fastattention.cli.bench.timing import interleaved
 from fastattention.cli.check.report import Entry, Note, Report
 
-# (headdim, causal, seqlen): float16 and 16384 tokens in all, on a CPU one sequence in float32.
+# (headdim, causal, seqlen): 16384 tokens in all in float16, or on a CPU one sequence in float32.
 SHAPES = ((64, True, 1024), (128, True, 4096), (128, False, 4096))
 CPU_SHAPES = ((64, True, 512), (128, True, 1024), (128, False, 1024))
 ROUNDS = 3

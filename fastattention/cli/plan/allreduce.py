@@ -21,14 +21,14 @@ from fastattention.offload.model_shape import find_model
 from fastattention.sizes import format_bytes
 
 NOTE = "Every time is predicted from rates. docs/internals/tensor-parallel-plan.md says which of them were measured."
-COLUMNS = 60  # of the bars
-NUMERALS = "123456789" + ascii_lowercase  # of blocks
+COLUMNS = 60  # width of the bars
+NUMERALS = "123456789" + ascii_lowercase  # labels of blocks
 STYLES = {"compute": "green", "all-reduce": "yellow"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command is asked."""
+    """The options of the command."""
 
     model: str
     tp: int
@@ -38,7 +38,7 @@ class Options:
 
     @property
     def prompt(self) -> Prompt:
-        """As one rank has it. Raises ArgumentError, naming the option, for a wrong one."""
+        """One rank's share of the prompt. Raises ArgumentError, naming the option, for a wrong one."""
         shape = find_model(self.model).sharded(self.tp)
         return Prompt(
             self.batch_size,
@@ -123,7 +123,7 @@ def _bars(name: str, timeline: Timeline, seconds: float) -> Text:
 
 
 def _lane(events: tuple[Event, ...], seconds: float) -> str:
-    """Every block has a column at least, so that short ones push those after them to the right."""
+    """One lane of bars. Every block has at least one column, so short ones push later blocks to the right."""
     lane = ""
     for event in events:
         lane = lane.ljust(round(event.start / seconds * COLUMNS))

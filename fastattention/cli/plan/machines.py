@@ -1,4 +1,4 @@
-"""Machines that `fastattention plan allreduce` knows: rates of their devices, and of what connects these."""
+"""Machines that `fastattention plan allreduce` knows: rates of their devices and links."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class AllReduce:
 
     name: str
     table: tuple[tuple[int, float], ...]  # (bytes, seconds) of all-reduces with no compute beside them, bytes ascending
-    recipes: tuple[Recipe, ...] = ()  # what is tried beside all rows in one block
+    recipes: tuple[Recipe, ...] = ()  # what is tried besides all rows in one block
     slowdown: float = 0.0  # compute beside an all-reduce takes 1 + slowdown times as long
     own_slowdown: float = 0.0  # an all-reduce beside compute takes 1 + own_slowdown times as long
 
     def seconds(self, size: int) -> float:
-        """Of an all-reduce of `size` bytes: interpolated; the first entry's below it, in proportion beyond the last."""
+        """Seconds of an all-reduce of `size` bytes, interpolated. Below the table constant, above it proportional."""
         sizes = [size for size, _ in self.table]
         return float(np.interp(size, sizes, [seconds for _, seconds in self.table])) * max(size / sizes[-1], 1.0)
 
@@ -33,8 +33,8 @@ class Ring:
     name: str
     bandwidth: float  # bytes a second that a rank fetches
     fetch_seconds: float  # what a fetch takes beyond its bytes
-    notice_seconds: float  # from the end of a GEMM to where the next rank fetches what it has computed
-    product_seconds: float  # what a GEMM takes beyond its share of that of all rows
+    notice_seconds: float  # from the end of a GEMM until the next rank fetches its result
+    product_seconds: float  # what a GEMM takes beyond its share of the GEMM of all rows
     slowdown: float  # compute beside fetches takes 1 + slowdown times as long
     recipes: tuple[Recipe, ...] = RING
 
@@ -48,12 +48,13 @@ class Machine:
     linear_rate: float  # FLOP a second of the projection
     block_seconds: float  # what a block costs: launches, and waves of CTAs that are not full
     transports: tuple[AllReduce | Ring, ...]
-    tp: int  # ranks among which the tables hold
+    tp: int  # number of ranks for which the tables hold
 
     def among(self, tp: int) -> Machine:
         """The same with another number of ranks.
 
-        A rank moves 2 (tp - 1) / tp bytes for each that is reduced, and what it moves in a second is taken to stay.
+        A rank moves 2 (tp - 1) / tp bytes for each byte that is reduced. The bytes that it moves a second are assumed
+        to stay the same.
         """
         factor = (tp - 1) / tp / ((self.tp - 1) / self.tp)
         transports = tuple(
@@ -70,12 +71,13 @@ MIB = 1024 * KIB
 
 
 def _assumed(bus_bandwidth: float, tp: int) -> AllReduce:
-    """All-reduces by a latency and the bytes that a rank moves in a second."""
+    """An AllReduce from a latency and the bytes that a rank moves a second."""
     table = tuple((size, 60e-6 + 2 * (tp - 1) / tp * size / bus_bandwidth) for size in (KIB, 1024 * MIB))
     return AllReduce("c10d", table, OVERLAPPED, slowdown=0.1)
 
 
-# Measured means: on 4 H200 with NVLink (multicast off) and torch 2.11. All else is assumed, unless it has a source.
+# "Measured" figures are from 4 H200 with NVLink (multicast off) and torch 2.11. All others are assumed, unless a source
+# is named.
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -89,14 +91,14 @@ MACHINES = {
                     "c10d",  # NCCL
                     (
                         (64 * KIB, 30e-6),  # assumed
-                        (16 * MIB, 117e-6),  # measured, 215 GB/s of bus bandwidth; for which size is assumed
+                        (16 * MIB, 117e-6),  # measured, 215 GB/s of bus bandwidth; its size is assumed
                         (64 * MIB, 334e-6),  # measured, and so are all larger
                         (128 * MIB, 626e-6),
                         (256 * MIB, 1206e-6),
                         (512 * MIB, 2460e-6),
                     ),
                     OVERLAPPED,
-                    # Chosen: what was measured is then predicted best, see docs/internals/tensor-parallel-plan.md.
+                    # Chosen to predict the measurements best, see docs/internals/tensor-parallel-plan.md.
                     slowdown=0.4,
                     own_slowdown=0.35,
                 ),
@@ -110,7 +112,7 @@ MACHINES = {
                         (256 * MIB, 1311e-6),
                     ),
                 ),
-                # Of two ranks, fitted to twelve calls, which are then predicted within 3%; not measured among more.
+                # Fitted to twelve calls of two ranks, which are then predicted within 3%; not measured with more ranks.
                 Ring(
                     "ring_product",
                     bandwidth=330e9,
@@ -125,7 +127,7 @@ MACHINES = {
         Machine(
             "v100-pcie",
             attention_rate=35e12,  # PyTorch's CUTLASS kernel, measured by others: docs/internals/volta.md
-            linear_rate=83e12,  # cuBLAS, likewise
+            linear_rate=83e12,  # cuBLAS, measured by others
             block_seconds=40e-6,
             transports=(_assumed(9e9, tp=4),),  # PCIe 3, of 16 GB/s on paper
             tp=4,
@@ -135,7 +137,8 @@ MACHINES = {
             attention_rate=185e12,  # the simulator's prediction for a 910B2: docs/internals/ascend-simulator.md
             linear_rate=260e12,  # of 354 published
             block_seconds=40e-6,
-            # HCCL; so that prompts of LLaMA-2 spend 40 to 87% of their time on it, as in the FastAttention paper.
+            # HCCL, chosen so that prompts of LLaMA-2 spend 40 to 87% of their time on it, as in the FastAttention
+            # paper.
             transports=(_assumed(100e9, tp=8),),
             tp=8,
         ),

@@ -24,7 +24,7 @@ NOTE = "Every time is predicted from bandwidths, none is measured. docs/internal
 
 @dataclass(frozen=True)
 class Options:
-    """What the command is asked; memory and bandwidths as the user wrote them."""
+    """The options of the command; memory and bandwidths as the user wrote them."""
 
     model: str
     hardware: str
@@ -32,11 +32,11 @@ class Options:
     batch_size: int
     tp: int
     gpu_memory: str
-    cpu_memory: str | None  # of the whole host
+    cpu_memory: str | None  # memory of the whole host
     policy: str
     num_layers_cpu: int | None
     quantized: bool
-    bandwidths: dict[str, str]  # fields of Hardware that replace the preset's
+    bandwidths: dict[str, str]  # values that replace fields of the preset's Hardware
 
 
 def plan(options: Options, output: Path | None) -> None:
@@ -111,7 +111,7 @@ def _summary(placement: Placement, options: Options) -> Table:
 
 
 def _strip(placement: Placement) -> Text:
-    """A letter a layer, from the first to the last."""
+    """One letter for each layer, from the first to the last."""
     strip = Text("  layers  ")
     for layer, on_cpu in enumerate(placement.on_cpu):
         windowed = layer in placement.model.window_layers

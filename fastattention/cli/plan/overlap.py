@@ -13,7 +13,7 @@ COLORS = {"compute": "#55a868", "all-reduce": "#c44e52"}
 
 
 def write_overlap(timelines: dict[str, Timeline], heading: str, path: Path) -> None:
-    """Draw two lanes of each; bars bear the number of their block. The suffix of `path`, .png or .svg, says how."""
+    """Draw two lanes of each; bars show the number of their block. The suffix of `path` is .png or .svg."""
     figure = Figure(figsize=(9, 1 + 0.9 * len(timelines)), layout="constrained")
     panel = figure.subplots()
     width = 1e3 * max(timeline.seconds for timeline in timelines.values())

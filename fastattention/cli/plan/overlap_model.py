@@ -1,6 +1,6 @@
 """Predicts how long the row partitions of a tensor-parallel prompt take: compute in one lane, all-reduces in the other.
 
-For machines that are not here; calls do not use it, they time their partitions. Plain Python.
+The model is for machines that are not at hand. Calls do not use it: they time their partitions. Plain Python.
 docs/internals/tensor-parallel-plan.md has the model.
 """
 
@@ -15,16 +15,16 @@ from fastattention.cli.plan.machines import AllReduce, Machine, Ring
 from fastattention.distributed.row_partitions import Partition, partitions, worth_dividing
 from fastattention.distributed.transports.ring_order import steps
 
-LEAST_GAIN = 0.03  # of the serial time; the rates are no more certain than that
+LEAST_GAIN = 0.03  # share of the serial time; the rates are no more certain than that
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One rank's share of causal prompts. Rows are those of all sequences, one after the other."""
+    """One rank's share of causal prompts. Rows are the rows of all sequences, one after the other."""
 
     batch_size: int
-    seqlen: int  # of queries and of keys
-    nheads: int  # of this rank
+    seqlen: int  # queries, and keys
+    nheads: int  # heads of this rank
     headdim: int
     headdim_v: int
     hidden: int  # columns of the result, which every rank has whole
@@ -38,20 +38,20 @@ class Prompt:
 
     @property
     def row_bytes(self) -> int:
-        """What a row adds to the all-reduce."""
+        """Bytes that a row adds to the all-reduce."""
         return self.hidden * self.itemsize
 
     def attention_flop(self, first: int, past: int) -> int:
-        """Of both products, for rows first to past - 1 and this rank's heads; hidden pairs do not count."""
+        """FLOP of both products, for rows first to past - 1 and this rank's heads, without hidden pairs."""
         pairs = self._visible_pairs(past) - self._visible_pairs(first)
         return 2 * self.nheads * (self.headdim + self.headdim_v) * pairs
 
     def linear_flop(self, rows: int) -> int:
-        """Of the product with the projection's weight, likewise."""
+        """FLOP of the product with the projection's weight, for this rank."""
         return 2 * rows * self.nheads * self.headdim_v * self.hidden
 
     def _visible_pairs(self, row: int) -> int:
-        """Pairs of a query before `row` and a key that it sees, of one head."""
+        """Pairs of a query before `row` and a key that it sees, in one head."""
         sequences, rest = divmod(row, self.seqlen)
         return sequences * (self.seqlen * (self.seqlen + 1) // 2) + rest * (rest + 1) // 2
 
@@ -72,7 +72,7 @@ class Timeline(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Until the last all-reduce is done."""
+        """Seconds until the last all-reduce is done."""
         return self.communication[-1].end
 
 
@@ -85,7 +85,7 @@ class Prediction(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the call."""
+        """Seconds of the call."""
         return self.timeline.seconds
 
 
@@ -93,18 +93,18 @@ class Choice(NamedTuple):
     """The fastest way to make a call, and what it is compared with."""
 
     best: Prediction
-    serial: Prediction  # one block, by the transport that is fastest so
-    compute_seconds: float  # of one block, without an all-reduce
-    all_reduce_seconds: float  # of one block by the transport of `best`, without compute
+    serial: Prediction  # one block, by the transport that is fastest for it
+    compute_seconds: float  # one block without an all-reduce
+    all_reduce_seconds: float  # one block by the transport of `best`, without compute
 
     @property
     def exposed_seconds(self) -> float:
-        """What the call takes beyond its compute alone."""
+        """Seconds of the call beyond its compute alone."""
         return self.best.seconds - self.compute_seconds
 
     @property
     def hidden(self) -> float:
-        """The share of the all-reduce, as long as it takes alone, that the call does not wait for."""
+        """The share of the time of an all-reduce alone that the call does not wait for."""
         return max(0.0, 1 - self.exposed_seconds / self.all_reduce_seconds)
 
     @property
@@ -149,14 +149,15 @@ def predict(prompt: Prompt, machine: Machine, transport: AllReduce | Ring, parti
 
 
 def linear_seconds(prompt: Prompt, machine: Machine, rows: int) -> float:
-    """Of one GEMM."""
+    """Seconds of one GEMM."""
     return prompt.linear_flop(rows) / machine.linear_rate + machine.block_seconds / 2
 
 
 def attention_seconds(prompt: Prompt, machine: Machine, partition: Partition) -> list[float]:
-    """By block: of the parts of attention that begin with it.
+    """Seconds by block: those of the parts of attention that begin with it.
 
-    A part that begins inside a sequence costs another block: the keys before it are a rectangle beside its triangle.
+    A part that begins inside a sequence counts as another block: the keys before it are a rectangle besides its
+    triangle.
     """
     parts = pairwise(accumulate(partition.attention_rows or partition.rows, initial=0))
     by_block, attended = [], 0
@@ -176,9 +177,9 @@ def one_after_the_other(
 ) -> Timeline:
     """Compute is never held up; an all-reduce begins when its compute and the all-reduce before it are done.
 
-    compute, communication: seconds of each block's compute and of its all-reduce, either alone
+    compute, communication: seconds of each block's compute and of its all-reduce, each alone
     """
-    clock = left = 0.0  # left: of all-reduces that may begin, alone
+    clock = left = 0.0  # left: seconds of the all-reduces that may begin, alone
     computed: list[Event] = []
     for block, (work, transfer) in enumerate(zip(compute, communication, strict=True)):
         beside = min(work * (1 + slowdown), left * (1 + own_slowdown))  # seconds in which both lanes are busy
@@ -188,7 +189,7 @@ def one_after_the_other(
     end, reduced = 0.0, []
     for own, transfer in zip(computed, communication, strict=True):
         start = max(own.end, end)
-        # Compute has no gaps, so that there is some beside an all-reduce until the last of it is done.
+        # Compute has no gaps, so it runs beside all-reduces until its end.
         beside = min(transfer * (1 + own_slowdown), max(clock - start, 0.0))
         end = start + transfer + beside * (1 - 1 / (1 + own_slowdown))
         reduced.append(Event(start, end, own.block))
@@ -198,11 +199,11 @@ def one_after_the_other(
 def round_the_ring(
     prompt: Prompt, ring: Ring, rows: Sequence[int], attention: Sequence[float], product: float
 ) -> Timeline:
-    """Of every block a GEMM and a fetch for each step; the last fetch is from all others.
+    """A timeline with a GEMM and a fetch for each step of every block; the last fetch is from all others.
 
     Compute waits for the sums to which it adds, and fetches for each other. Fetches are not slowed down.
     attention: seconds by block
-    product: seconds of a GEMM, by row
+    product: seconds of a GEMM for each row
     """
     clock = link = 0.0
     computed, fetched = [], []
@@ -219,5 +220,5 @@ def round_the_ring(
         link = begin + fetches * (share * prompt.row_bytes / ring.bandwidth + ring.fetch_seconds)
         fetched.append(Event(begin, link, block))
         here[block, step + 1] = link
-    noticed = fetched[-1]._replace(end=link + ring.notice_seconds)  # in the end all have to know
+    noticed = fetched[-1]._replace(end=link + ring.notice_seconds)  # at the end all ranks have to notice
     return Timeline(tuple(computed), (*fetched[:-1], noticed))

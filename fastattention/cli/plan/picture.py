@@ -1,4 +1,4 @@
-"""Shared code of the pictures of plans: file formats, and the bars of timelines."""
+"""Code that pictures of plans share: file formats, and the bars of timelines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra, which may be absent when an output is checked
 
 SUFFIXES = (".png", ".svg")
-LABELLED = 0.02  # of the width: what a bar must have to hold its label
+LABELLED = 0.02  # least share of the width of a bar that holds its label
 
 
 def check_output(path: Path) -> None:
@@ -24,7 +24,7 @@ def check_output(path: Path) -> None:
 
 
 def draw_bar(panel: Axes, row: int, start: float, end: float, label: str, color: str, width: float) -> None:
-    """A bar of a lane with its label in it; `width` is that of the panel."""
+    """A bar of a lane with its label in it; `width` is the width of the panel."""
     panel.barh(row, end - start, left=start, height=0.8, color=color, edgecolor="white", lw=0.3)
     if end - start > LABELLED * width:
         panel.text((start + end) / 2, row, label, ha="center", va="center", fontsize=7, color="white")

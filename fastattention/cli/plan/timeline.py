@@ -1,4 +1,4 @@
-"""Plots what each pipe of the Cube and the Vector units does in a row block. Needs the plot extra."""
+"""Plots the work of each pipe of the Cube and the Vector units in a row block. Needs the plot extra."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MERGED_GAP = 1.0  # cycles: slices that follow each other so closely are drawn a
 def write_timeline(
     operations: list[Operation], tiling: Tiling, chip: Chip, heading: str, path: Path, cycles: float
 ) -> None:
-    """Draw the first `cycles` of a row block; the suffix of `path`, .png or .svg, says how."""
+    """Draw the first `cycles` of a row block; the suffix of `path` is .png or .svg."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     panel = figure.subplots()
     for row, pipe in enumerate(PIPES):

@@ -27,10 +27,10 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the command is asked."""
+    """The options of the command."""
 
     batch_size: int
-    seqlen_q: int | None  # of a call with a cache; None for one without, with as many queries as keys
+    seqlen_q: int | None  # queries of a call with a cache; None for a call without one, with as many queries as keys
     seqlen_k: int
     nheads: int
     nheads_k: int
@@ -41,7 +41,7 @@ class Options:
 
     @property
     def limits(self) -> Limits:
-        """Of the GPU. Raises ArgumentError for one that is not known."""
+        """The limits of the GPU. Raises ArgumentError for an unknown one."""
         if self.gpu not in CHIPS:
             raise ArgumentError(f"gpu={self.gpu!r} is not known; choose from {', '.join(CHIPS)}")
         return CHIPS[self.gpu]

@@ -1,4 +1,4 @@
-"""The transports there are."""
+"""The list of transports."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from fastattention.gpu_runtime.variant import Entry, Variant
 _KERNELS = Path(__file__).parents[1] / "kernels"
 AllReduceParams = params_of(_KERNELS / "all_reduce_params.h", "AllReduceParams")
 MOST_RANKS = constants_of(_KERNELS / "all_reduce_params.h")["kMostRanks"]
-WARPS = 16  # of a CTA
+WARPS = 16  # warps of a CTA
 MOST_CTAS = 64
-PACKET_BYTES = 16  # that a thread reads at a time
+PACKET_BYTES = 16  # bytes that a thread reads at a time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FIRST_WITH_BULK_COPIES = 90  # compute capability
 
@@ -39,12 +39,12 @@ class AllReduceConfig(Variant):
 
     @property
     def bfloat16(self) -> bool:
-        """Whether 16-bit elements are; otherwise they are float16."""
+        """Whether 16-bit elements are bfloat16; otherwise they are float16."""
         return self.dtype is torch.bfloat16
 
     @property
     def float32(self) -> bool:
-        """Whether elements are."""
+        """Whether elements are float32."""
         return self.dtype is torch.float32
 
     @property
@@ -62,7 +62,7 @@ class AllReduceConfig(Variant):
 
 
 def choose_config(dtype: torch.dtype, num_ranks: int, limits: Limits) -> AllReduceConfig:
-    """The variant for a GPU: with bulk copies, where there are such and shared memory for them."""
+    """The variant for a GPU: with bulk copies, where the GPU has them and enough shared memory."""
     bulk = AllReduceConfig(dtype, num_ranks, bulk_copies=True)
     if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_cta:
         return bulk
@@ -70,16 +70,16 @@ def choose_config(dtype: torch.dtype, num_ranks: int, limits: Limits) -> AllRedu
 
 
 def usual_configs(limits: Limits, dtypes: Iterable[torch.dtype] = DTYPES) -> Iterator[AllReduceConfig]:
-    """For as many GPUs as hosts usually have, to compile them ahead. Others are compiled when they are asked for.
+    """Variants for the usual numbers of GPUs, to compile ahead. Others are compiled when they are needed.
 
-    dtypes: besides float32, which sums of float32 partial results need
+    dtypes: those besides float32, which sums of float32 partial results need
     """
     chosen = dict.fromkeys((torch.float32, *dtypes))
     return (choose_config(dtype, num_ranks, limits) for dtype in chosen for num_ranks in (2, 4, 8))
 
 
 class Flags:
-    """Numbers of a rank's flags, of 32 bits each and 0 at first."""
+    """Indices of a rank's flags, of 32 bits each and 0 at first."""
 
     ARRIVALS = 0
     STEPS = ARRIVALS + MOST_CTAS * MOST_RANKS
@@ -93,7 +93,7 @@ def make_params(
 
     parts, flags: addresses by rank, as this one reaches them: multiples of PACKET_BYTES, and Flags
     timeout: nanoseconds for which a rank waits for another
-    one_shot: every rank adds up everything, in the place of its share
+    one_shot: every rank adds up all rows, instead of its share
     """
     unused = (0,) * (MOST_RANKS - len(parts))
     return AllReduceParams.make(
@@ -105,7 +105,7 @@ def make_params(
 
 
 def ctas_for(nbytes: int, num_ranks: int, at_most: int, one_shot: bool) -> int:
-    """CTAs that have something to do, where each thread takes a packet of every rank at a time."""
+    """CTAs that have work, where each thread takes a packet of every rank at a time."""
     packets = -(-nbytes // PACKET_BYTES)
     of_a_rank = packets if one_shot else -(-packets // num_ranks)
     return max(min(at_most, -(-of_a_rank // (32 * WARPS))), 1)

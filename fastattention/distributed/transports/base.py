@@ -13,20 +13,20 @@ from fastattention.distributed.row_partitions import Recipe
 
 
 class Compute(Protocol):
-    """This rank's part of a sum, rows by rows."""
+    """A function that computes this rank's part of a sum, for some rows."""
 
     def __call__(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
         """Writes rows [start, stop) to `partial` (stop - start, hidden), or adds them to what it holds."""
 
 
 class Transfer(NamedTuple):
-    """What a call asks to have summed, apart from the numbers."""
+    """The sum that a call needs, without the values."""
 
     rows: int
     hidden: int
     dtype: torch.dtype
     device: torch.device
-    num_blocks: int = 1  # that the caller has asked for
+    num_blocks: int = 1  # blocks that the caller has asked for
 
     @property
     def nbytes(self) -> int:
@@ -38,46 +38,46 @@ class Transport(abc.ABC):
     """Sums over one group. It holds its own communicator, streams and memory.
 
     Every rank of the group makes it at the same point of the program, and then calls it in the same order. Making one
-    is cheap and succeeds on any group: what a transport cannot serve, `why_not` says, and memory is taken at the first
-    use. It keeps no reference to the user's group, whose end is its own end.
+    is cheap and succeeds on any group: `why_not` says what it cannot serve, and memory is taken at the first use. It
+    keeps no reference to the user's group, and ends with it.
     """
 
     name: ClassVar[str]
-    recipes: ClassVar[tuple[Recipe, ...]] = ()  # partitions to try, beside all rows in one block
+    recipes: ClassVar[tuple[Recipe, ...]] = ()  # partitions to try, besides all rows in one block
 
     @abc.abstractmethod
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        """For the ranks of `group` and tensors on `device`."""
+        """Makes a transport for the ranks of `group` and tensors on `device`."""
 
     @abc.abstractmethod
     def why_not(self, transfer: Transfer) -> str | None:
         """Why this transport cannot serve `transfer`, or None. The answer is the same on every rank."""
 
     def attention_rows(self, rows: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows of which attention is computed at once, where blocks are given; () where `run` asks block by block."""
+        """Rows of each call of attention, for blocks that the caller gives; () where `run` asks block by block."""
         return ()
 
     def reserve(self, nbytes: int) -> None:
-        """Takes the memory that a call of so many bytes needs, if it is not there. Collective.
+        """Takes the memory that a call of `nbytes` needs, if it is not there. Collective.
 
-        A graph can capture the call then, though another transport has served it.
+        A graph can then capture the call, even if another transport has served it eagerly.
         """
         return
 
     @abc.abstractmethod
     def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
-        """Fills `out` with the sum over all ranks of what `compute` gives, block by block.
+        """Fills `out` with the sum over all ranks of the results of `compute`, block by block.
 
         out: contiguous (rows, hidden)
-        rows: of each block; the same on every rank
+        rows: the rows of each block; the same on every rank
 
-        Every sum that has begun is waited for, also when something fails; then the first error is raised.
+        It waits for every sum that has begun, even after an error, and then raises the first error.
         """
 
     def release(self) -> None:
-        """Gives back the memory that no graph uses; the next call takes it anew. All ranks do, between calls."""
+        """Frees the memory that no graph uses; the next call takes it anew. Collective, between calls."""
         return
 
     def close(self) -> None:
-        """Releases what the transport holds, once the user's group is gone."""
+        """Releases everything that the transport holds, once the user's group is gone."""
         return

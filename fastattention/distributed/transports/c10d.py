@@ -1,4 +1,4 @@
-"""c10d: the all-reduce of torch.distributed's backends (NCCL, HCCL, gloo), by a communicator beside the user's."""
+"""c10d: the all-reduce of torch.distributed's backends (NCCL, HCCL, gloo), by a communicator of our own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastattention.distributed.transports.base import Compute, Transfer, Transpo
 
 
 class C10d(Transport):
-    """In place, asynchronous: while a block is summed, the next one is computed.
+    """Sums in place and asynchronously: while a block is summed, the next one is computed.
 
     Sums neither wait for the user's collectives nor hold them up.
     """
@@ -26,11 +26,11 @@ class C10d(Transport):
     recipes = OVERLAPPED
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        """The communicator has the backend of `group` for `device`, and its timeout.
+        """Makes a communicator with the backend of `group` for `device`, and its timeout.
 
-        It is no process group of torch.distributed: new_group wants to be called by every process there is. With
-        use_local_synchronization it does not, but then names a group by how many groups its rank has, so that ranks in
-        different numbers of groups, and groups made after others have been destroyed, wait for ever.
+        It is no process group of torch.distributed, because every process must call new_group. With
+        use_local_synchronization only members call it, but a group's name then depends on the number of groups of its
+        rank. So ranks in different numbers of groups, and groups made after others were destroyed, hang.
         """
         theirs = group._get_backend(device)
         name = from_rank_0(lambda: f"fastattention/{uuid.uuid4().hex}", group)
@@ -43,7 +43,7 @@ class C10d(Transport):
         self._communicator = _communicator(theirs.name(), options)
 
     def why_not(self, transfer: Transfer) -> str | None:
-        """None: whatever the backend of the group sums."""
+        """None: the backend of the group sums every transfer."""
         return None
 
     def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
@@ -73,9 +73,9 @@ class C10d(Transport):
             raise first_error
 
     def _all_reduce(self, rows: Tensor, asynchronous: bool) -> Any:
-        assert rows.is_contiguous()  # gloo takes rows with gaps, and changes what lies between them
+        assert rows.is_contiguous()  # gloo accepts rows with gaps, but changes the memory between them
         options = dist.AllreduceOptions()
-        if hasattr(options, "asyncOp"):  # torch 2.7; before, every sum was asynchronous
+        if hasattr(options, "asyncOp"):  # from torch 2.7; before, every sum is asynchronous
             options.asyncOp = asynchronous
         return self._communicator.allreduce([rows], options)
 
@@ -87,11 +87,11 @@ class C10d(Transport):
 
 
 def _communicator(backend: str, options: Any) -> Any:
-    """A new communicator of a backend, as torch.distributed makes those of its groups."""
+    """A new communicator of a backend, made as torch.distributed makes those of its groups."""
     if backend == "gloo":
         return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
     if backend == "nccl":
-        # A stream that goes before those that compute: sums are what everybody waits for.
+        # A stream of high priority: all ranks wait for sums.
         own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         own._timeout = options.timeout
         own.global_ranks_in_group = options.global_ranks_in_group

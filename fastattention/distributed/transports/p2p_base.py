@@ -1,4 +1,4 @@
-"""What the transports have in common that work through memory which the GPUs of one host read from each other."""
+"""The base of transports through memory that the GPUs of one host read from each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastattention.gpu_runtime.peer_memory import PeerMemory
 
 
 class PeerToPeer(Transport):
-    """Sums of what is computed in PeerMemory, which grows to the largest call and is kept; also what graphs use."""
+    """Sums partial results in PeerMemory, which grows to the largest call and is kept, as is memory that graphs use."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group_name = group.group_name
@@ -27,18 +27,18 @@ class PeerToPeer(Transport):
         self._device = device
         self._reason = _why_not_group(group, device)
         self._peers: PeerMemory | None = None
-        self._last: torch.cuda.Stream | None = None  # of the call before
-        self._is_captured = False  # the call that has begun
-        self._in_graphs: set[PeerMemory] = set()  # that graphs need, though larger may have taken its place
+        self._last: torch.cuda.Stream | None = None  # stream of the previous call
+        self._is_captured = False  # whether the current call is captured
+        self._in_graphs: set[PeerMemory] = set()  # memory that graphs need, even if larger memory has replaced it
 
     def why_not(self, transfer: Transfer) -> str | None:
-        """Of the group, the same for every transfer; or its dtype."""
+        """The reason of the group, the same for every transfer; or that of the dtype."""
         if self._reason is None and transfer.dtype not in DTYPES:
             return f"{transfer.dtype} is not added up; float16, bfloat16 and float32 are"
         return self._reason
 
     def reserve(self, nbytes: int) -> None:
-        """Memory that peers can read: so many bytes or more, larger ones in the place of what there is."""
+        """Provides at least `nbytes` bytes that peers can read. Larger memory replaces smaller."""
         if self._peers is None or self._peers.nbytes < nbytes:
             if torch.cuda.is_current_stream_capturing():
                 raise ArgumentError(
@@ -50,12 +50,12 @@ class PeerToPeer(Transport):
 
     @abc.abstractmethod
     def _take(self, nbytes: int) -> PeerMemory:
-        """Memory for a call, and the flags that sums in it need. Collective."""
+        """Takes memory for a call, and the flags that its sums need. Collective."""
 
     def _begin(self, nbytes: int) -> PeerMemory:
-        """The memory of a call on the current stream, which follows the call before: all use one memory."""
+        """The memory of a call on the current stream, which waits for the previous call: all use one memory."""
         self._is_captured = torch.cuda.is_current_stream_capturing()
-        # Of replays the order is the user's.
+        # The user orders replays of graphs.
         if not self._is_captured and (
             self._last is None or self._last.cuda_stream != module.current_stream(self._device.index)
         ):
@@ -70,19 +70,19 @@ class PeerToPeer(Transport):
         return self._peers
 
     def release(self) -> None:
-        """Gives back what peers read."""
+        """Frees the memory that peers read."""
         if self._peers is not None:
-            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
+            torch.cuda.synchronize(self._device)  # the old memory is no longer in use
             self._peers = None
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self._in_graphs.clear()
         self.release()
 
 
 def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
-    """The first reason that any rank has. Collective."""
+    """The first reason of any rank against the group. Collective."""
     answers = gather((socket.gethostname(), _why_not_device(device)), group)
     reasons = [reason for _, reason in answers if reason is not None]
     if reasons:

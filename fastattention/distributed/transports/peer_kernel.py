@@ -1,6 +1,6 @@
 """peer_kernel: a call is computed as a whole, then one kernel sums it in memory that all GPUs of the host read.
 
-For calls too short to overlap anything. NVLink's multicast is not used.
+It is for calls too short to overlap anything. NVLink's multicast is not used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.module import Function
 from fastattention.gpu_runtime.peer_memory import PeerMemory
 
-# Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40.
+# Through registers a multiprocessor reads some 10 GB/s from its peers, by bulk copies 40.
 CTAS, BULK_CTAS = 64, 16
-LONGEST_TIMEOUT = 1e9  # seconds: their nanoseconds fit 64 bits
-ONE_SHOT_BYTES = 256 << 10  # up to which every rank adds up everything
+LONGEST_TIMEOUT = 1e9  # seconds, whose nanoseconds fit 64 bits
+ONE_SHOT_BYTES = 256 << 10  # up to this size every rank adds up all rows
 MOST_PREPARED = 256
 
 
 class PeerKernel(PeerToPeer):
-    """Between GPUs of one host that can read each other's memory.
+    """A transport between GPUs of one host that can read each other's memory.
 
     A rank that waits for another longer than the timeout of the group ends with an error of CUDA. It keeps the bytes of
     the largest call that it has served, and what CUDA graphs use.
@@ -50,16 +50,16 @@ class PeerKernel(PeerToPeer):
             seconds = timeout_of(group._get_backend(device)).total_seconds()
             self._timeout = round(min(seconds, LONGEST_TIMEOUT) * 1e9)  # nanoseconds
             mine = choose_config(torch.float32, self._size, module.device_limits(device.index)).bulk_copies
-            self._bulk_copies = all(gather(mine, group))  # CTAs of one number have the same packets on all ranks
+            self._bulk_copies = all(gather(mine, group))  # CTAs with one index take the same packets on all ranks
 
     def why_not(self, transfer: Transfer) -> str | None:
-        """Of the group, of the dtype, or for several blocks."""
+        """The reason of the group or the dtype, or that several blocks are asked for."""
         if self._reason is None and transfer.num_blocks > 1:
             return f"it sums a call as a whole, and plan has {transfer.num_blocks} blocks"
         return super().why_not(transfer)
 
     def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
-        """All on the current stream."""
+        """Computes, then sums, both on the current stream."""
         memory = self._begin(out.nbytes)
         [count] = rows
         compute(0, count, memory.like(out))
@@ -68,7 +68,7 @@ class PeerKernel(PeerToPeer):
         function.launch(params, params.num_ctas, module.current_stream(self._device.index))
 
     def _prepare(self, memory: PeerMemory, out: Tensor) -> _Launch:
-        """What is launched for calls of a size, and kept: to make it takes longer than the launch."""
+        """The launch for calls of a size, which is cached because making it takes longer than launching."""
         one_shot = out.nbytes <= ONE_SHOT_BYTES
         num_ctas = ctas_for(out.nbytes, self._size, BULK_CTAS if self._bulk_copies else CTAS, one_shot)
         flags = tuple(memory.flag(rank, 0) for rank in range(self._size))
@@ -83,13 +83,13 @@ class PeerKernel(PeerToPeer):
         return PeerMemory(nbytes, Flags.COUNT, self._device, self._group_name)
 
     def release(self) -> None:
-        """Gives back what peers read, and knows its addresses no more."""
+        """Frees the memory that peers read, and forgets its addresses."""
         super().release()
         self._prepared.clear()
 
 
 class _Launch(NamedTuple):
-    """A launch but for the result, whose address is written to `params`."""
+    """A launch, except for the address of the result, which is written to `params`."""
 
     function: Function
     params: Params

@@ -1,7 +1,7 @@
-"""What a rank enqueues after each step of ring_product, with all that the driver is told of it, for calls of a kind.
+"""The operations that a rank enqueues after each step of ring_product, prepared for all calls of a kind.
 
-A call of four blocks between two ranks enqueues some forty operations besides launches. Made anew for every call they
-took the host twice as long, and calls of less than a millisecond waited for it.
+A call of four blocks between two ranks enqueues some forty operations besides launches. Preparing them for every call
+doubled the host time, and calls of less than a millisecond waited for the host.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ MOST_KEPT = 64  # kinds of calls
 
 
 class Kind(NamedTuple):
-    """Calls whose steps differ in the place of the result alone."""
+    """Calls whose steps differ only in the address of the result."""
 
-    rows: tuple[int, ...]  # of each block
-    shape: torch.Size  # of the result: (rows, hidden)
+    rows: tuple[int, ...]  # rows of each block
+    shape: torch.Size  # shape of the result: (rows, hidden)
     dtype: torch.dtype
-    # What is computed goes to views of memory, and one that is made in inference mode cannot be written out of it.
+    # Steps write to views of memory, and a view made in inference mode cannot be written outside of it.
     is_inference: bool
-    stream: int  # of the compute, the current one
+    stream: int  # the compute stream, which is the current one
 
 
 class Copy(NamedTuple):
-    """Of rows that a rank has computed."""
+    """A copy of rows that a rank has computed."""
 
     begin: int  # bytes from the first row of the call
     source: int
@@ -40,17 +40,17 @@ class Copy(NamedTuple):
 
 
 class PassOn(NamedTuple):
-    """A sum goes on to the next rank, and that of the rank before comes here."""
+    """The sum goes on to the next rank, and the sum of the previous rank comes here."""
 
     operations: tuple[Operation, ...]
-    here: torch.cuda.Event  # to be recorded behind them
+    here: torch.cuda.Event  # to be recorded after them
 
 
 class Gather(NamedTuple):
-    """A sum is complete."""
+    """The sum is complete, and all shares are fetched."""
 
     complete: tuple[Operation]
-    of_others: tuple[tuple[tuple[Operation], Copy], ...]  # to the result: what is waited for, and the copy
+    of_others: tuple[tuple[tuple[Operation], Copy], ...]  # to the result: the flag to wait for, and the copy
     own: Copy
 
 
@@ -58,13 +58,13 @@ class Step(NamedTuple):
     """A share of a block that this rank computes."""
 
     share: Share
-    sum: Tensor  # (rows of the share, hidden): what this rank writes or adds its part to
-    before: torch.cuda.Event | None  # when the sum is here to which it is added; None where a sum begins
+    sum: Tensor  # (rows of the share, hidden): this rank writes its part to it, or adds it
+    before: torch.cuda.Event | None  # recorded when the sum to which it is added is here; None where a sum begins
     then: PassOn | Gather
 
 
 class RingSteps:
-    """Of one rank, in memory that peers read."""
+    """The steps of one rank, in memory that peers read."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RingSteps:
         fetching: torch.cuda.Stream,
         gathering: torch.cuda.Stream,
     ) -> None:
-        """here: in turns, by step, of sums that have come on the stream `fetching`; gathering: of complete ones."""
+        """here: events by turn and step, of sums that arrive on `fetching`; gathering: the stream of complete sums."""
         self.flags = Flags(memory, rank, size)
         self._memory = memory
         self._rank, self._size, self._here = rank, size, here
@@ -83,7 +83,7 @@ class RingSteps:
         self._kept: BoundedDict[Kind, tuple[torch.cuda.Stream, tuple[Step, ...]]] = BoundedDict(MOST_KEPT)
 
     def of(self, kind: Kind, out: Tensor) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
-        """The stream of the compute, and the steps in their order. out: a result of that kind."""
+        """The compute stream, and the steps in their order. out: a result of that kind."""
         return self._kept.get(kind) or self._make(kind, out)
 
     def _make(self, kind: Kind, out: Tensor) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
@@ -101,7 +101,7 @@ class RingSteps:
         return Step(share, sums[slice(*share)], before, then)
 
     def _owner(self, step: int) -> int:
-        """Whose share this rank computes in a step."""
+        """The owner of the share that this rank computes in a step."""
         return (self._rank - 1 - step) % self._size
 
     def _pass_on(self, kind: Kind, shares: Sequence[Share], block: int, step: int) -> PassOn:
@@ -131,12 +131,12 @@ class RingSteps:
 
 
 class Flags:
-    """By which ranks tell each other: of every block and step "passed on", of every block and owner "complete"."""
+    """Flags between ranks: "passed on" for every block and step, "complete" for every block and owner."""
 
     def __init__(self, memory: PeerMemory, rank: int, size: int) -> None:
         others = [(rank + step) % size for step in range(1, size)]
         after, blocks, ranks = (rank + 1) % size, range(MOST_BLOCKS), range(size)
-        complete, read = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # numbers of the first of a kind
+        complete, read = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # index of the first flag of a kind
         self.pass_on = [
             [FlagWrites([memory.flag(after, block * size + step)], 1) for step in ranks] for block in blocks
         ]
@@ -147,12 +147,13 @@ class Flags:
         self.completed = [
             [FlagWaits([memory.flag(rank, complete + block * size + owner)]) for owner in ranks] for block in blocks
         ]
-        # Most are lowered by waiting for them. After an interrupt one may be up that nobody has begun to wait for.
+        # Waiting for a flag resets it. After an interrupt a flag may be set that no rank has begun to wait for.
         self.lower = [
             FlagWrites([memory.flag(rank, kind + number) for number in range(MOST_BLOCKS * size)], 0)
             for kind in (0, complete)
         ]
-        # After a call; before that after one that failed, as between two barriers of a kind there must be another.
+        # The barrier after a call. A failed call uses another first, since two barriers of one kind must not follow
+        # each other.
         self.read, self.failed = (
             StreamBarrier(
                 [memory.flag(rank, kind + other) for other in others],
@@ -163,5 +164,5 @@ class Flags:
 
     @staticmethod
     def needed(size: int) -> int:
-        """Of every rank, among so many."""
+        """Flags of every rank, in a group of `size`."""
         return (2 * MOST_BLOCKS + 2) * size

@@ -4,14 +4,14 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fast_attention")
 
 Two functions are registered under that name. The mask function (mask_function.py) runs once a forward pass for each
-kind of layer: it knows offsets, cache sizes and padding, and returns a mask of masks.py, or a bool tensor for patterns
-that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
-cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
-of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. block_sparse.py has
+kind of layer: it knows offsets, cache sizes and padding. It returns a mask of masks.py, or a bool tensor for patterns
+that these cannot express. The attention function (attention.py) runs once a layer, under this mask. cache.py has
+FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has MicroBatchedCache,
+a cache of two halves of a batch, and `overlapped`, under which both are computed at once. block_sparse.py has
 `sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. linear_attention.py has the
-gated delta rules of models such as Qwen3-Next. model_source.py looks at the code of models for what they do about
-attention. serving/ is the server. versions.py knows what Transformers has renamed, and warns of one that is too old.
-docs/guides/transformers.md tells users what is covered and what costs what.
+gated delta rules of models such as Qwen3-Next. model_source.py inspects how the code of models computes attention.
+serving/ is the server. versions.py knows what Transformers has renamed, and warns of versions that are too old.
+docs/guides/transformers.md tells users what is covered, and at what cost.
 """
 
 from __future__ import annotations

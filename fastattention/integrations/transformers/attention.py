@@ -22,7 +22,7 @@ from fastattention.integrations.transformers.masks import (
 )
 from fastattention.integrations.transformers.stored import StoredTokens
 
-# Arguments with which sparse and gated models change the softmax in ways that nothing else tells.
+# Arguments by which sparse and gated models change the softmax. Nothing else shows such a change.
 UNKNOWN_ARGUMENTS = ("block_indices", "sinks")
 _VARLEN_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MEANINGFUL = frozenset((*UNKNOWN_ARGUMENTS, *_VARLEN_ARGUMENTS, "output_attentions"))
@@ -50,16 +50,16 @@ def fast_attention_forward(
 
     query: (batch_size, nheads, seqlen_q, headdim)
     key, value: (batch_size, nheads_k, seqlen_k, headdim or headdim_v); nheads_k divides nheads, heads are not repeated.
-        Or what a FastAttentionCache gives in their place, to which new tokens are appended.
+        A FastAttentionCache gives StoredTokens in their place, to which new tokens are appended.
     attention_mask: what the mask function returned; or a tensor that broadcasts to (batch_size, nheads, seqlen_q,
-        seqlen_k), bool (True is seen) or added to the scores. Both decide alone what is seen. None leaves it to
-        is_causal (by default the module's attribute) and sliding_window (in keys, the query's own included).
+        seqlen_k), bool (True is seen) or added to the scores. Either alone decides what is seen. For None, is_causal
+        (by default the module's attribute) and sliding_window (in keys, the query's own included) decide.
     dropout, scaling, softcap: dropout_p, softmax_scale and softcap of fast_attn_func; softcap None is off
     s_aux: sinks, (nheads,)
     position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
-    indices: integers (batch_size, seqlen_q, topk), keys that an indexer (of DeepSeek-V3.2) selected for each query. Of
-        those that attention_mask, a tensor, shows to a query it sees only these.
-    functions: who computes it
+    indices: integers (batch_size, seqlen_q, topk), keys that an indexer (of DeepSeek-V3.2) selected for each query. A
+        query sees only those of them that attention_mask, a tensor, shows to it.
+    functions: the functions that compute it
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
     Returns (out, None): out is (batch_size, seqlen_q, nheads, headdim_v); there are no weights to return.
@@ -113,7 +113,7 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 
 
 def _selected(mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens) -> Tensor:
-    """The mask with all other keys hidden, as models with an indexer do it themselves for eager attention."""
+    """The mask with all keys hidden that were not selected, as models with an indexer make it for eager attention."""
     shape = (query.shape[0], query.shape[2])
     if isinstance(key, StoredTokens) or not isinstance(mask, Tensor) or tuple(indices.shape[:-1]) != shape:
         raise UnsupportedError(

@@ -30,7 +30,7 @@ def tokens_of(given: Mapping[str, Any]) -> Tensor:
 def split(given: Mapping[str, Any], rows: Sequence[int]) -> list[dict[str, Any]]:
     """The arguments of a forward pass for the first rows[0] sequences, the next rows[1], and so on.
 
-    Raises UnsupportedError for arguments of which it is not known what they are of.
+    Raises UnsupportedError for unknown arguments, which might belong to sequences.
     """
     parts: list[dict[str, Any]] = [{} for _ in rows]
     for name, value in given.items():
@@ -63,7 +63,7 @@ def _check(name: str, value: object, batch_size: int) -> None:
 
 
 def join(outputs: Sequence[ModelOutput], cache: Cache) -> ModelOutput:
-    """Outputs of the parts as those of the whole, with `cache`. Raises UnsupportedError for others than known ones."""
+    """Joins outputs of the parts to outputs of the batch, with `cache`. Raises UnsupportedError for unknown outputs."""
     return type(outputs[0])(**{name: _joined(name, outputs, cache) for name in outputs[0]})
 
 

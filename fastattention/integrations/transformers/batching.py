@@ -1,4 +1,4 @@
-"""Continuous batching of Transformers on fast_attention: pages are read where they lie, on CPUs and GPUs.
+"""Continuous batching of Transformers on fast_attention: pages are read in place, on CPUs and GPUs.
 
     from fastattention.integrations.transformers import batching
 
@@ -6,7 +6,7 @@
     model.set_attn_implementation("fast_attention")
     model.generate_batch(prompts)
 
-`enable` wraps three functions of Transformers and exchanges two entries of a table, `disable` puts them back. Models
+`enable` wraps three functions of Transformers and replaces two entries of a table; `disable` restores them. Models
 with other implementations are batched as before.
 """
 
@@ -29,13 +29,13 @@ from fastattention.integrations.transformers.mask_function import fast_attention
 from fastattention.integrations.transformers.page_allocators import FullPages, SlidingPages
 from fastattention.integrations.transformers.versions import NAME
 
-# What a model is set to while it is batched. Names with "flash" get no memory for masks that nobody makes, and CUDA
-# graphs; without a 2 or 3 behind it nobody looks for a kernel of that name.
+# The implementation of a model while it is batched. For names with "flash" Transformers allocates no masks, and uses
+# CUDA graphs. Without a 2 or 3 after "flash" it does not look for a kernel of that name.
 BATCHED_NAME = "fast_flash_attention"
 
 _WITH_PATTERN = "continuous batching, whose prompts have variable lengths; call model.generate for each of them"
 
-_undo: list[Callable[[], None]] = []  # what puts Transformers back as it was
+_undo: list[Callable[[], None]] = []  # functions that restore Transformers
 
 
 def enable(switch: bool = False) -> None:
@@ -57,7 +57,7 @@ def enable(switch: bool = False) -> None:
 
 
 def disable() -> None:
-    """Undoes `enable`. Models that are being batched are to be stopped first."""
+    """Undoes `enable`. Stop models that are being batched first."""
     while _undo:
         _undo.pop()()
 
@@ -71,7 +71,7 @@ def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Call
 def _switching(switch: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def wrapped(original: Callable[..., None]) -> Callable[..., None]:
         def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
-            refuse_pattern(_WITH_PATTERN)  # here: batches are computed in a thread of their own
+            refuse_pattern(_WITH_PATTERN)  # checked here, because batches are computed in a thread of their own
             name = model.config._attn_implementation
             if name == NAME or (switch and auto_switch_to_flash and name in ("sdpa", "eager")):
                 model.config._attn_implementation = BATCHED_NAME
@@ -89,7 +89,7 @@ def _allowing_decode_path(original: Callable[..., None]) -> Callable[..., None]:
         if config._attn_implementation != BATCHED_NAME:
             original(config, cb_config, user_requested)
         elif cb_config.use_cuda_graph is None and torch.cuda.is_available():
-            # Steps of decoding alone: batches with prompts differ too much for graphs to be used again.
+            # Graphs are for decode steps only: batches with prompts differ too much for graphs to be reused.
             cb_config.use_cuda_graph = (False, True)
 
     return ensure_decode_fast_path_is_available
@@ -103,13 +103,13 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
         allocator.prepare(layer_idx, key_states, value_states, kwargs)
         return key_states, value_states
 
-    # As what it replaces.
+    # It has the signature of the function that it replaces.
     disabled: Callable[..., Any] = torch.compiler.disable(update)  # type: ignore[no-untyped-call]
     return disabled
 
 
 class _Allocator:
-    """Stands for the class of an allocator: which it is depends on how the model computes attention."""
+    """Replaces the class of an allocator: the actual class depends on how the model computes attention."""
 
     def __init__(self, ours: type[FullPages], theirs: Any) -> None:
         self._ours, self._theirs = ours, theirs
@@ -135,12 +135,11 @@ def batched_attention_forward(
     """Attention of one layer over a paged cache, as Transformers' AttentionInterface asks for it.
 
     query, key, value: (1, nheads or nheads_k, total_q, headdim): the new tokens of all sequences, one after another
-    kwargs: what `FullPages.prepare` left there. Without it, as while a manager is paused, this is
-        `fast_attention_forward`.
-    Returns (out, None): out is (1, total_q, nheads, headdim).
+    kwargs: with the entries of `FullPages.prepare`. Without them, as while a manager is paused, this is
+    `fast_attention_forward`. Returns (out, None): out is (1, total_q, nheads, headdim).
     """
     cache = kwargs.pop("cache", None)
-    if isinstance(cache, paged_cache.PagedAttentionCache):  # Transformers 5.23 leaves it to this function
+    if isinstance(cache, paged_cache.PagedAttentionCache):  # in Transformers 5.23 this function has to store the tokens
         cache.update(key, value, module.layer_idx, kwargs)
     if "k_cache" not in kwargs:
         return fast_attention_forward(

@@ -28,7 +28,7 @@ class PrefillLayer(NamedTuple):
     - `module`: the attention module
     - `layer_idx`: its number in the model; None where the module has none
     - `q`: (batch_size, seqlen_q, nheads, headdim), after rotary embedding
-    - `k`: (batch_size, seqlen_k, nheads_k, headdim), those of earlier tokens included. A layer with a sliding window
+    - `k`: (batch_size, seqlen_k, nheads_k, headdim), including earlier tokens. A layer with a sliding window
         may have forgotten its first tokens: key 0 is the first that it holds.
     - `causal`, `window_size`: the mask of the layer, which the block mask joins; as in `fast_attn_func`
     - `softmax_scale`: None means headdim ** -0.5
@@ -50,7 +50,7 @@ class _Active:
     """The arguments of a sparse_prefill that has been entered."""
 
     def __init__(self, pattern: Pattern, block_size: BlockSize, least_queries: int) -> None:
-        """Raises ArgumentError for arguments that cannot be."""
+        """Raises ArgumentError for wrong arguments."""
         if not callable(pattern):
             raise ArgumentError(f"pattern={pattern!r} must be a function from a PrefillLayer to a block mask or None")
         allowed = "an integer of at least 2"
@@ -58,7 +58,7 @@ class _Active:
         if least < 2:
             raise ArgumentError(f"least_queries={least} must be {allowed}: a decode step has one query")
         self.pattern, self.block_size, self.least_queries = pattern, read_block_size(block_size), least
-        self.reached = False  # whether a layer computed attention by us meanwhile
+        self.reached = False  # whether a layer has called fast_attention meanwhile
 
     def attend(
         self,
@@ -107,7 +107,7 @@ _counting = threading.Lock()
 def sparse_prefill(
     pattern: Pattern, *, block_size: BlockSize = DEFAULT_BLOCK_SIZE, least_queries: int = 2
 ) -> Iterator[None]:
-    """Within this context models compute the attention of prompts over those blocks alone that `pattern` keeps.
+    """Within this context models compute the attention of prompts only over the blocks that `pattern` keeps.
 
         def pattern(layer):
             (_, seqlen_q, nheads, _), seqlen_k = layer.q.shape, layer.k.shape[1]
@@ -156,7 +156,7 @@ def prefill_functions(
     key: Tensor | StoredTokens,
     attention_mask: SequenceMask | Tensor | None,
 ) -> Functions:
-    """What computes a layer, given what does so without a pattern: the arguments of `fast_attention_forward`."""
+    """The functions that compute a layer under the pattern, given those without. Arguments as in attention.py."""
     if not _num_open:
         return functions
     if torch.compiler.is_compiling():
@@ -211,7 +211,7 @@ def _why_not(
 
 
 def _refuse_sequences(*_: Any, **__: Any) -> NoReturn:
-    """In the place of functions that sequences of one length never call."""
+    """Replaces functions that sequences of one length never call."""
     raise UnsupportedError(
         "sparse_prefill cannot serve variable-length sequences (cu_seq_lens_q); give prompts of one length, or one"
     )
@@ -219,7 +219,7 @@ def _refuse_sequences(*_: Any, **__: Any) -> NoReturn:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_to_be_traced() -> None:
-    """Not traced itself: what raises in a trace is run again without one."""
+    """Raises. It is not traced itself, because torch.compile runs code that raises in a trace again without one."""
     raise UnsupportedError(
         "sparse_prefill cannot serve a prompt that is traced, as by torch.compile: a pattern is called for every one; "
         "call the model as it is"

@@ -34,14 +34,14 @@ from fastattention.offload.prediction import (
 from fastattention.quantized import LARGEST_STORED
 from fastattention.sizes import read_bytes
 
-HOST_SHARE = 0.8  # of the memory that is free on the host, by default
+HOST_SHARE = 0.8  # default share of the memory that is free on the host
 
 
 class Half(NamedTuple):
-    """What a cache that holds one half of a batch has of what the whole batch has."""
+    """The share of a cache that holds one half of a batch in the budgets of the whole batch."""
 
     caps: MemoryCaps
-    batch_size: int  # of the whole
+    batch_size: int  # sequences of the whole batch
 
 
 class FastAttentionCache(Cache):
@@ -50,19 +50,19 @@ class FastAttentionCache(Cache):
         cache = FastAttentionCache(model.config, gpu_memory="16GiB")
         model.generate(**inputs, cache=cache)  # past_key_values=cache before Transformers 5.24
 
-    - `config`: of the model, which must be loaded with attn_implementation="fast_attention"
-    - `gpu_memory`: all that this process may take of the GPU, weights included: a number of bytes, or "16GiB". What
-        torch has allocated when the first tokens come, and `workspace`, are not the cache's.
-    - `kv_budget`: instead of gpu_memory, what keys and values may take of the GPU
-    - `cpu_memory`: what they may take of host memory; by default four fifths of what is free
-    - `policy`: what is done about layers in host memory. "classical" uploads them for every token, "cooperative" lets
-        the CPU attend to them, "hybrid" does both, each for a part. "auto" takes the policy that is predicted fastest.
+    - `config`: that of the model, which must be loaded with attn_implementation="fast_attention"
+    - `gpu_memory`: all that this process may take of the GPU, weights included: a number of bytes, or "16GiB". The
+      cache gets what remains after `workspace` and what torch has allocated when the first tokens come.
+    - `kv_budget`: instead of gpu_memory, the GPU memory that keys and values may take
+    - `cpu_memory`: the host memory that they may take; by default four fifths of what is free
+    - `policy`: how layers in host memory are attended to. "classical" uploads them for every token, "cooperative" lets
+        the CPU attend to them, "hybrid" does each for a part. "auto" takes the policy that is predicted fastest.
     - `cpu_cache_dtype`: torch.int8 or torch.float8_e4m3fn keeps host memory quantized: half the bytes, not exact
-    - `workspace`: GPU memory for everything else that the model computes. Default: about what 8192 tokens of a prompt
-        take, which is what prefill_chunk_size=8192 gives the model at once.
+    - `workspace`: GPU memory for activations. Default: about what 8192 tokens of a prompt take, as with
+      prefill_chunk_size=8192.
     - `hardware`: bandwidths for the prediction, a `fastattention.offload.hardware.Hardware`; measured by default
     - `page_size`: tokens of a sequence that are stored and moved together
-    - `device`: a `fastattention.offload.device.Device`; by default that of the first keys
+    - `device`: a `fastattention.offload.device.Device`; by default the device of the first keys
 
     Layers with a sliding window keep only their window, on the GPU, as in a DynamicCache. All sequences of a batch have
     the same length, with padding on the left. Raises ArgumentError for budgets and configurations that make no sense.
@@ -89,14 +89,14 @@ class FastAttentionCache(Cache):
         self._gpu_memory = None if gpu_memory is None else read_bytes("gpu_memory", gpu_memory)
         self._kv_budget = None if kv_budget is None else read_bytes("kv_budget", kv_budget)
         self._cpu_memory = _free_host_memory() if cpu_memory is None else read_bytes("cpu_memory", cpu_memory)
-        # Not "resident": whatever fits on the device stays there by any of them.
+        # "resident" is no choice: with every policy, layers that fit on the device stay there.
         self._policy = read_policy(policy, [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID])
         self._hardware, self._device = hardware, device
         if cpu_cache_dtype is not None and cpu_cache_dtype not in LARGEST_STORED:
             allowed = ", ".join(str(one).removeprefix("torch.") for one in LARGEST_STORED)
             raise ArgumentError(f"cpu_cache_dtype={cpu_cache_dtype} must be None or one of {allowed}")
         self._cpu_cache_dtype, self._page_size = cpu_cache_dtype, page_size
-        self.policy = Policy.RESIDENT  # what is done now
+        self.policy = Policy.RESIDENT  # the current policy
         self._store: CooperativeKVStore | None = None
         self._padding_of = PaddingOf()
         self._half: Half | None = None
@@ -118,28 +118,28 @@ class FastAttentionCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens of every sequence that all layers hold: not those of a forward pass under way, or interrupted."""
+        """Tokens of every sequence that all layers hold, without those of a current or interrupted forward pass."""
         windows = (layer.cumulative_length for layer in self.layers if isinstance(layer, WindowLayer))
         return min([0 if self._store is None else self._store.length, *windows])
 
     @property
     def usage(self) -> Usage:
-        """Where the cache lives, layers with a window not counted."""
+        """Where the cache lives, without layers with a window."""
         return Usage(0, 0, 0, 0) if self._store is None else self._store.usage
 
     def caps(self, device: torch.device) -> MemoryCaps:
-        """What keys and values may take, by the budgets given and by what else is on the device now."""
+        """Bytes that keys and values may take, by the given budgets and the memory that is in use on the device now."""
         remedy = "raise gpu_memory" if self._kv_budget is None else "raise kv_budget"
         gpu = self._kv_budget
         if gpu is None:
             assert self._gpu_memory is not None
-            gc.collect()  # a cache and its layers refer to each other: one that is gone may still hold its memory
+            gc.collect()  # a cache and its layers refer to each other, so a dropped cache may still hold its memory
             taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             gpu = max(self._gpu_memory - taken - self._workspace, 0)
         return MemoryCaps(gpu, self._cpu_memory, remedy)
 
     def hold(self, half: Half) -> None:
-        """From the next first tokens on, this is the cache of one half of a batch, or of its only sequence."""
+        """Makes this the cache of one half of a batch, or of its only sequence, from the next first tokens on."""
         self._half = half
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -157,7 +157,7 @@ class FastAttentionCache(Cache):
             self._store.truncate(length)
 
     def undo_last_pass(self, length: int) -> None:
-        """Makes the last forward pass one that was interrupted. length: tokens of every sequence before it."""
+        """Treats the last forward pass as interrupted. length: tokens of every sequence before it."""
         if self._store is not None and self._store.length > length:
             self._store.truncate(length)
         for layer in self.layers:
@@ -165,33 +165,33 @@ class FastAttentionCache(Cache):
                 layer.undo_interrupted()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i goes on with what sequence beam_idx[i] was. Waits for the device."""
+        """Sequence i continues from sequence beam_idx[i]. Waits for the device."""
         self._select(beam_idx.tolist())
         for layer in self._others():
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
+        """Repeats every sequence `repeats` times."""
         self._select([row for row in range(self._batch_size()) for _ in range(repeats)])
         for layer in self._others():
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the given sequences. Waits for the device."""
+        """Keeps only the given sequences. Waits for the device."""
         self._select(torch.arange(self._batch_size(), dtype=torch.int64, device="cpu")[indices.cpu()].tolist())
         for layer in self._others():
             layer.batch_select_indices(indices)
 
     def reset(self) -> None:
-        """Forgets all tokens, and the batch size; memory is given back."""
+        """Forgets all tokens and the batch size, and frees the memory."""
         self._store = None
         for layer in self._others():
             layer.reset()
 
     def append(self, index: int, k: Tensor, v: Tensor) -> StoredTokens | None:
-        """What stands for layer `index` once k and v, (batch_size, seqlen_new, nheads_k, headdim), are appended.
+        """The StoredTokens of layer `index` with k and v, (batch_size, seqlen_new, nheads_k, headdim), to append.
 
-        None after the first tokens of all, which are there at once: they are all there is to attend to.
+        None for the first tokens of all, which are stored at once: there are no others to attend to.
         """
         if self._store is None:
             self._store = self._make_store(k, v)
@@ -204,7 +204,7 @@ class FastAttentionCache(Cache):
         return StoredTokens(store, index, NewTokens(k, v), self._padding_of)
 
     def _other_layer(self, layer: Any) -> Any:
-        """The cache of a layer that does not keep all tokens, which Transformers has as `layer`."""
+        """The cache of a layer that does not keep all tokens. layer: Transformers' own cache of it."""
         return WindowLayer(self, layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
 
     def _others(self) -> list[Any]:
@@ -226,18 +226,18 @@ class FastAttentionCache(Cache):
         caps = self.caps(k.device) if self._half is None else self._half.caps
         caps = caps._replace(gpu=max(caps.gpu - self._window_bytes(batch_size, k.dtype), 0))
         count = sum(isinstance(layer, StoredLayer) for layer in self.layers)
-        with torch.inference_mode(False):  # memory that later calls write, in whatever mode
+        with torch.inference_mode(False):  # later calls write this memory in any mode
             return CooperativeKVStore(count, batch_size, shape, device, caps, partial(self._share, caps.gpu))
 
     def _window_bytes(self, batch_size: int, dtype: torch.dtype) -> int:
-        """What layers with a window may take of the GPU."""
+        """Bytes that layers with a window may take on the GPU."""
         return OffloadWorkload(self._model_in(dtype), batch_size, sys.maxsize).window_kv_bytes
 
     def _model_in(self, dtype: torch.dtype) -> ModelShape:
         return replace(self._model, dtype_bytes=dtype.itemsize)
 
     def _share(self, gpu_bytes: int, num_layers_cpu: int, tokens: int) -> float:
-        """How much of the layers on the CPU is uploaded in every step, when the store may take gpu_bytes of the GPU."""
+        """The share of layers on the CPU that every step uploads, when the store may take gpu_bytes of the GPU."""
         assert self._hardware is not None
         assert self._store is not None
         batch_size = self._store.batch_size if self._half is None else self._half.batch_size
@@ -252,7 +252,7 @@ class FastAttentionCache(Cache):
 
 
 def dynamic_layers(config: PretrainedConfig) -> list[Any]:
-    """What Transformers itself would keep the tokens of each layer in; empty. Raises ArgumentError when it cannot."""
+    """Transformers' own cache of each layer, empty. Raises ArgumentError for a configuration without one."""
     try:
         return list(DynamicCache(config=config).layers)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -262,9 +262,9 @@ def dynamic_layers(config: PretrainedConfig) -> list[Any]:
 
 
 def model_shape(config: PretrainedConfig) -> ModelShape:
-    """Dimensions of a model, by its configuration; those of its MLP only as far as they are usual.
+    """Dimensions of a model, by its configuration; those of the MLP are guesses for unusual models.
 
-    Raises ArgumentError for a model without attention, or whose layers differ in dimensions.
+    Raises ArgumentError for a model without attention, or with layers of different dimensions.
     """
     nheads, hidden_size = _dimension(config, "num_attention_heads"), _dimension(config, "hidden_size")
     dtype = getattr(config, "dtype", None)
@@ -294,7 +294,7 @@ def _dimension(config: PretrainedConfig, name: str, default: int | None = None) 
     """A positive number of a configuration; None and 0 stand for `default`, if there is one."""
     try:
         value = getattr(config, name, default) or default
-    except RuntimeError as error:  # of Transformers, for a configuration that has one for each layer
+    except RuntimeError as error:  # Transformers raises it for a configuration with one value for each layer
         raise ArgumentError(
             f"config, a {type(config).__name__}, has a {name} for each layer; use a DynamicCache"
         ) from error
@@ -307,7 +307,7 @@ def _dimension(config: PretrainedConfig, name: str, default: int | None = None) 
 
 
 def _check_kinds(config: object, hardware: object, page_size: object, device: object) -> None:
-    """Raises ArgumentError for what would be noticed at the first token."""
+    """Raises ArgumentError for errors that would otherwise show at the first token."""
     if not isinstance(config, PretrainedConfig):
         raise ArgumentError(f"config must be that of a model of Transformers, got {type(config).__name__}")
     if hardware is not None and not isinstance(hardware, Hardware):
@@ -319,5 +319,5 @@ def _check_kinds(config: object, hardware: object, page_size: object, device: ob
 
 
 def _free_host_memory() -> int:
-    """Bytes that keys and values may take of what is free now."""
+    """Bytes of free host memory that keys and values may take."""
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * HOST_SHARE)

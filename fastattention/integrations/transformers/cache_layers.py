@@ -17,7 +17,7 @@ _WHOLE = "a layer of a FastAttentionCache cannot be changed alone; call the meth
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_to_be_traced() -> None:
-    """Not traced itself: what raises in a trace is run again without one."""
+    """Raises. It is not traced itself, because torch.compile runs code that raises in a trace again without one."""
     raise UnsupportedError(_COMPILED)
 
 
@@ -29,7 +29,7 @@ class Owner(Protocol):
         """Tokens of every sequence that all layers hold."""
 
     def append(self, index: int, k: Tensor, v: Tensor) -> StoredTokens | None:
-        """Of `FastAttentionCache`."""
+        """As in `FastAttentionCache`."""
 
 
 class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._cache, self._index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Memory is the cache's business."""
+        """Does nothing: the cache allocates memory."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Tensors for the first tokens of all, then StoredTokens."""
@@ -62,11 +62,11 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """There is no fixed one: -1."""
+        """-1, because there is no fixed length."""
         return -1
 
     def offload(self) -> None:
-        """Refused, as all that changes a layer alone."""
+        """Refused, like all changes of a single layer."""
         raise UnsupportedError(_WHOLE)
 
     prefetch = offload
@@ -86,7 +86,7 @@ class _Held(NamedTuple):
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
-    """A layer that keeps the tokens of its window. What an interrupted forward pass added is undone by the next one."""
+    """A layer that keeps the tokens of its window. The next forward pass undoes an interrupted one."""
 
     def __init__(self, cache: Owner, sliding_window: int, **kwargs: Any) -> None:
         super().__init__(sliding_window, **kwargs)  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self._held: _Held | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As of the class above."""
+        """Appends, as Transformers' layer does, and remembers what it held before."""
         self.undo_interrupted()
         if self.keys is not None and self.values is not None:
             self._held = _Held(self.keys, self.values, self.cumulative_length)

@@ -1,11 +1,11 @@
 """Gated delta rules of Transformers models (Qwen3-Next, Qwen3.5, OLMo Hybrid) by fastattention.linear.
 
-Modelling modules of Transformers decorate two functions with `use_kernel_func_from_hub_with_fallback`. It looks for
-flash-linear-attention, and otherwise keeps the function as it is, in operations of torch. That decorator is wrapped
-here, for modules imported later. Modules that exist already are searched for what it has made.
+Modelling modules of Transformers decorate two functions with `use_kernel_func_from_hub_with_fallback`. This decorator
+looks for flash-linear-attention, and otherwise keeps the function as it is, in operations of torch. It is wrapped here,
+for modules imported later. Modules that exist already are searched for its results.
 
-That is a function, or with the package `kernels` a torch.nn.Module, whose forward a kernel from the hub may replace.
-Then ours is put into its class, so that such a kernel, which users ask for, still comes first.
+Its result is a function, or with the package `kernels` a torch.nn.Module, whose forward a kernel from the hub may
+replace. Then our function is put into its class, so that such a kernel, which users ask for, still comes first.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _enabled = True
 
 
 def serve_gated_delta_rule(enabled: bool = True) -> None:
-    """Whether models of Transformers compute gated delta rules by `fastattention.linear`, from their next call on.
+    """Sets whether models of Transformers compute gated delta rules by `fastattention.linear`, from the next call on.
 
     Importing `fastattention.integrations.transformers` switches it on, for models that exist and for later ones. While
     it is off they run what Transformers chose: flash-linear-attention where it is installed, else operations of torch.
 
-    What `fastattention.linear` refuses, such as float64 and head dimensions above 256, goes that way too, with one
-    warning for each reason. So does `torch.export`, as with flash-linear-attention. Kernels from the hub
-    (`use_kernels=True`) come before ours.
+    They also run that for calls that `fastattention.linear` refuses, such as float64 and head dimensions above 256,
+    with one warning for each reason. So they do under `torch.export`, as with flash-linear-attention. Kernels from the
+    hub (`use_kernels=True`) come before ours.
     """
     global _enabled
     _enabled = bool(enabled)
@@ -51,7 +51,7 @@ def serve_gated_delta_rule(enabled: bool = True) -> None:
 
 
 def _wrap_decorator() -> None:
-    """Modelling modules import the decorator from a package whose names are resolved late, and then kept."""
+    """Wraps the decorator in the package from which modelling modules import it, which resolves names late."""
     factory = getattr(hub_kernels, _FACTORY, None)
     if factory is None:
         _log.warning(
@@ -74,7 +74,7 @@ def _wrap_decorator() -> None:
 
 
 def _wrap_imported() -> None:
-    """Modules that were imported before the decorator was wrapped."""
+    """Wraps functions of modules that were imported before the decorator was wrapped."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         for name, ours in _BY_FUNCTION.items():
@@ -83,17 +83,17 @@ def _wrap_imported() -> None:
 
 
 def _is_decorated(function: object) -> bool:
-    """Whether the decorator made it, not somebody else under the same name."""
+    """Whether the decorator made a function, and not other code under the same name."""
     if isinstance(function, nn.Module):
         return getattr(function, "kernel_layer_name", None) in _BY_LAYER_NAME
     return getattr(function, "__globals__", None) is vars(hub_kernels)
 
 
 def _serving(original: Any, ours: Rule) -> Any:
-    """`original`, in whose place `ours` is called while it is asked for and can serve."""
+    """`original`, replaced by `ours` while that is switched on and can serve the call."""
     if not isinstance(original, nn.Module):
         return _choosing(original, ours)
-    layer: Any = type(original)  # a class of its own
+    layer: Any = type(original)  # each has a class of its own
     if not hasattr(layer.forward, "serves_gated_delta_rule"):
         chosen = _choosing(functools.partial(layer.forward, original), ours)
         forward = functools.wraps(layer.forward)(lambda self, *args, **kwargs: chosen(*args, **kwargs))
@@ -105,7 +105,7 @@ def _serving(original: Any, ours: Rule) -> Any:
 def _choosing(original: Rule, ours: Rule) -> Rule:
     @functools.wraps(original)
     def gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        # `original` gets its arguments as they were given: those of flash-linear-attention have another order.
+        # `original` gets its arguments as they were given: functions of flash-linear-attention have another order.
         if not _enabled or is_torchdynamo_exporting():
             return original(*args, **kwargs)
         reason = _why_not(*args, **kwargs)
@@ -120,7 +120,7 @@ def _choosing(original: Rule, ours: Rule) -> Rule:
 def _why_not(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: object, **__: object
 ) -> str | None:
-    """What the form of torch takes and we do not."""
+    """Why we cannot serve a call that the function of torch takes, or None."""
     for name, tensor in (("query", query), ("g", g), ("beta", beta)):
         if tensor.dtype not in DTYPES:
             return f"{name} is {tensor.dtype}; allowed are float32, float16 and bfloat16"
@@ -135,14 +135,14 @@ def _why_not(
 def _chunks(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """In the place of torch_chunk_gated_delta_rule. Backends choose their chunks themselves."""
+    """Replaces torch_chunk_gated_delta_rule. Backends choose their chunks themselves."""
     return _call(chunk_gated_delta_rule, query, key, value, g, beta, *args, **kwargs)
 
 
 def _tokens(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """In the place of torch_recurrent_gated_delta_rule."""
+    """Replaces torch_recurrent_gated_delta_rule."""
     return _call(recurrent_gated_delta_rule, query, key, value, g, beta, *args, **kwargs)
 
 
@@ -159,7 +159,7 @@ def _call(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, final state), the state in float32 as models keep it. Other arguments are those of other layers."""
+    """(out, final state), the state in float32 as models keep it. Arguments of other implementations are ignored."""
     if initial_state is not None:
         initial_state = initial_state.to(value.device, torch.float32)
     if cu_seqlens is not None and cu_seqlens.shape[0] > 2 and kwargs.get("seq_idx") is None:
@@ -182,7 +182,7 @@ def _call(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_once(message: str) -> None:
-    """Also while torch.compile traces."""
+    """Warns once for each message, also while torch.compile traces."""
     _log.warning_once(message)
 
 

@@ -47,19 +47,18 @@ def fast_attention_mask(
 
     Queries are tokens q_offset to q_offset + q_length - 1, keys are tokens kv_offset to kv_offset + kv_length - 1. A
     query sees a key when mask_function says so and attention_mask, bool (batch_size or 1, tokens), does not call the
-    key padding (False). Keys behind the end of attention_mask are padding, as in Transformers; queries there are real.
-    packs=False leaves prompts with padding on the left where they lie, if that can be said.
-    Returns a tensor, bool (batch_size, 1, q_length, kv_length), for patterns that no SequenceMask can say, for models
-    that compute with their mask, and for padding that torch.compile traces and must not read. Models without SDPA that
-    compute with it get the mask of eager attention, in `dtype`.
-    Raises UnsupportedError when the model would not hand the mask to the attention function, ArgumentError for an
-    attention_mask of another shape.
+    key padding (False). Keys past the end of attention_mask are padding, as in Transformers; queries there are real.
+    packs=False keeps prompts with padding on the left in place, if a mask can express that.
+    Returns a tensor, bool (batch_size, 1, q_length, kv_length), in three cases: patterns that no SequenceMask can
+    express, models that compute with their mask, and padding under torch.compile, which must not be read. Models
+    without SDPA that compute with their mask get that of eager attention, in `dtype`. Raises UnsupportedError when the
+    model would not hand the mask to the attention function, ArgumentError for an attention_mask of another shape.
     """
     if isinstance(attention_mask, SequenceMask):
         return attention_mask  # `generate` made it for the forward pass that now asks for it
     require_dispatch(config)
     if isinstance(q_offset, Tensor) and not is_tracing(q_offset):
-        q_offset = int(q_offset)  # a static cache counts on the device, and goes on counting in this very tensor
+        q_offset = int(q_offset)  # a static cache counts on the device, and later changes this tensor
     if attention_mask is not None:
         attention_mask = _fitting(attention_mask, batch_size)
     needed = matrix_needed(config)
@@ -80,7 +79,7 @@ def fast_attention_mask(
     pattern = recognize(mask_function)
     decodes = q_length == 1 and pattern == CAUSAL and kv_offset == 0 and not torch.is_grad_enabled()
     if isinstance(q_offset, Tensor) and decodes and attention_mask is None and not needed:
-        # Nobody may read how full a static cache is while a CUDA graph is captured, or torch.compile traces.
+        # The fill of a static cache must not be read while a CUDA graph is captured, or torch.compile traces.
         lengths = (q_offset + 1).to(torch.int32).expand(batch_size).contiguous()
         shape = (batch_size, 1, q_length, kv_length)
         return CachedMask(shape, True, CAUSAL.window, as_tensor, lengths, None, False)
@@ -90,14 +89,15 @@ def fast_attention_mask(
     call = _Call((batch_size, 1, q_length, kv_length), int(q_offset), kv_offset, pattern, device, packs, as_tensor)
     if pattern.sequence_ids is not None:
         return call.sequences(pattern.sequence_ids)
-    # Models that compute with their mask forbid to skip it. So does `generate`, when it decodes into a static cache.
+    # Models that compute with their mask do not allow skipping it. Nor does `generate`, when it decodes into a static
+    # cache.
     if q_length > 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip):
         return as_tensor()
     return call.mask(attention_mask)
 
 
 def _fitting(attention_mask: Tensor, batch_size: int) -> Tensor:
-    """A padding mask with a row for every sequence. Rows beyond them are nobody's, as in Transformers."""
+    """A padding mask with a row for every sequence. Further rows are ignored, as in Transformers."""
     rows = attention_mask.shape[0] if attention_mask.dim() == 2 else 0
     if rows != 1 and rows < batch_size:
         raise ArgumentError(
@@ -124,7 +124,7 @@ class _Call(NamedTuple):
         num_keys = kv_length
         if self.pattern.is_positional:
             num_keys = self.q_offset + q_length - self.kv_offset
-            # Causal queries do not see what lies behind them, the free places of a static cache. Others would.
+            # Causal queries do not see the free places of a static cache after them. Other queries would.
             if not q_length <= num_keys <= kv_length or (num_keys < kv_length and not self.pattern.causal):
                 return self.as_tensor()
         if attention_mask is None:
@@ -134,12 +134,12 @@ class _Call(NamedTuple):
         used = tokens[:, self.kv_offset : self.kv_offset + num_keys]
         if bool(used.all()):
             return self._without_padding(num_keys)
-        behind = self.q_offset + q_length - attention_mask.shape[1]  # queries that the mask says nothing of
+        behind = self.q_offset + q_length - attention_mask.shape[1]  # queries past the end of the mask
         if not self.pattern.is_positional or behind <= 0:
             return self._with_padding(used)
         if behind < q_length or self.pattern.window[0] >= 0:
             return self.as_tensor()
-        # All queries come after all keys in use: causality has nothing to hide from them.
+        # All queries come after all keys in use: a causal mask hides none of them.
         return self._replace(pattern=BIDIRECTIONAL)._with_padding(used)
 
     def sequences(self, sequence_ids: Tensor) -> SequenceMask | Tensor:
@@ -169,7 +169,7 @@ class _Call(NamedTuple):
         common, positional = self._common(num_keys), self.pattern.is_positional
         windowed = -1 not in common[2]
         first, end, contiguous = _runs(used)
-        # Packing keeps the order of tokens, but not distances across padding between them.
+        # Gathering tokens keeps their order, but not distances across padding between them.
         if windowed and not contiguous:
             return self.as_tensor()
         reaches_end = bool((end == num_keys).all())
@@ -182,7 +182,7 @@ class _Call(NamedTuple):
         if positional:
             tokens_q, cu_seqlens_q, max_seqlen_q = _packing(used[:, num_keys - q_length :])
             return VarlenMask(*common, tokens_q, tokens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        # The queries may be of another sequence (cross-attention): what is padding among them is not known.
+        # The queries may belong to another sequence (cross-attention), whose padding is not known.
         offsets = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device) * q_length
         cu_seqlens_q = constant(offsets, [row * q_length for row in range(len(used) + 1)])
         return VarlenMask(*common, None, tokens_k, cu_seqlens_q, cu_seqlens_k, q_length, max_seqlen_k)
@@ -203,7 +203,7 @@ def _runs(used: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def _packing(used: Tensor) -> tuple[Tokens, Tensor, int]:
-    """The tokens in use, the offsets of sequences, int32 (batch_size + 1,), and the longest length."""
+    """The tokens in use, the offsets of their sequences, int32 (batch_size + 1,), and the longest length."""
     lengths = used.sum(dim=1)
     numbers: list[int] = lengths.tolist()
     rows, tokens = used.nonzero(as_tuple=True)

@@ -1,14 +1,15 @@
 """Masks of Transformers models, as arguments of fastattention's functions where possible, not as matrices.
 
 Transformers makes one mask a forward pass and hands it to the attention function of every layer. The masks here carry
-all that this function needs (causal, window, padding, lengths): it never guesses, and nothing is worked out per layer.
+all that this function needs (causal, window, padding, lengths): it never guesses, and nothing is derived again in each
+layer.
 
 SequenceMask
 ├── DenseMask    no padding: fast_attn_func on the keys in use
-├── CachedMask   few queries, many keys: fast_attn_with_kvcache on the keys where they lie, nothing is copied
+├── CachedMask   few queries, many keys: fast_attn_with_kvcache on the keys in place, without copies
 └── VarlenMask   padding or variable-length sequences: fast_attn_varlen_func on the real tokens alone
 
-What none of them can say stays a tensor, (batch_size, 1, seqlen_q, seqlen_k), and becomes an attn_bias.
+A pattern that none of them can express stays a tensor, (batch_size, 1, seqlen_q, seqlen_k), and becomes an attn_bias.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fastattention.errors import ArgumentError, UnsupportedError
 
 AnyMask = TypeVar("AnyMask", bound="SequenceMask")
 Window = tuple[int, int]  # keys seen to the left and to the right, -1 unlimited
-Tokens = tuple[Tensor, Tensor]  # row of the batch and place in the row of each token, int64
+Tokens = tuple[Tensor, Tensor]  # row of the batch and index in the row of each token, int64
 
 
 _NOT_A_TENSOR = (
@@ -35,11 +36,11 @@ _NOT_A_TENSOR = (
 
 
 class NoAttributeError(UnsupportedError, AttributeError):
-    """What a mask has not, and a tensor has. `hasattr` says no."""
+    """Raised for an attribute that a tensor has and a mask lacks. `hasattr` gives False."""
 
 
 class Functions(NamedTuple):
-    """Who computes a layer: functions with the arguments of these."""
+    """The functions that compute a layer, with the arguments of these."""
 
     dense: Callable[..., Any] = fast_attn_func
     varlen: Callable[..., Any] = fast_attn_varlen_func
@@ -50,7 +51,7 @@ AT_ONCE = Functions()
 
 
 class Scores(NamedTuple):
-    """How a layer turns scores into weights, and by which functions, whatever the mask."""
+    """How a layer turns scores into weights under any mask, and by which functions."""
 
     softmax_scale: float | None  # None is headdim ** -0.5
     softcap: float  # 0 is off
@@ -61,7 +62,7 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SequenceMask:
-    """What the queries of a forward pass see.
+    """The mask of a forward pass: which keys its queries see.
 
     Query i is key num_keys - seqlen_q + i: causal and window are aligned to the bottom right of the keys in use.
     """
@@ -73,15 +74,15 @@ class SequenceMask:
 
     @property
     def ndim(self) -> int:
-        """Four, as of that matrix: Transformers takes masks of two dimensions for padding masks."""
+        """Four, as that matrix has: Transformers takes masks of two dimensions for padding masks."""
         return len(self.shape)
 
     def contiguous(self: AnyMask) -> AnyMask:
-        """Itself: `generate` asks every mask for this."""
+        """The mask itself: `generate` calls this on every mask."""
         return self
 
     def to(self: AnyMask, device: torch.device | str | int, **_: Any) -> AnyMask:
-        """The mask with its tensors on `device`: models spread over devices move what their layers are called with."""
+        """The mask with its tensors on `device`: models spread over devices move the arguments of their layers."""
         moved = {field.name: _moved(getattr(self, field.name), device) for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **{**moved, "as_tensor": lambda: self.as_tensor().to(device)})
 
@@ -102,7 +103,7 @@ class SequenceMask:
         q: (batch_size, seqlen_q, nheads, headdim); k, v: (batch_size, seqlen_k, nheads_k, headdim or headdim_v)
         bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), or None
         A mask whose matrix broadcasts to another batch_size, seqlen_q or seqlen_k does so, as in eager attention.
-        Returns (batch_size, seqlen_q, nheads, headdim_v); rows of padding hold 0 or numbers without meaning.
+        Returns (batch_size, seqlen_q, nheads, headdim_v); rows of padding hold 0 or meaningless values.
         """
         given = (q.shape[0], 1, q.shape[1], k.shape[1])
         if given != self.shape:
@@ -120,7 +121,7 @@ class SequenceMask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseMask(SequenceMask):
-    """All sequences use the first num_keys keys; the others, if any, are free places of a static cache."""
+    """All sequences use the first num_keys keys. Any others are free places of a static cache."""
 
     num_keys: int
 
@@ -133,7 +134,7 @@ class DenseMask(SequenceMask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedMask(SequenceMask):
-    """Sequence b uses the keys cache_leftpad[b] to cache_seqlens[b] - 1, read where they lie. Has no gradients."""
+    """Sequence b uses the keys cache_leftpad[b] to cache_seqlens[b] - 1, read in place. It has no gradients."""
 
     cache_seqlens: Tensor  # int32 (batch_size,)
     cache_leftpad: Tensor | None  # int32 (batch_size,)
@@ -183,7 +184,7 @@ def attend_dense(
     causal: bool = False,
     window: Window = (-1, -1),
 ) -> Tensor:
-    """fast_attn_func, or what stands for it, with a layer's scores."""
+    """fast_attn_func, or its replacement, with a layer's scores."""
     out: Tensor = scores.functions.dense(
         q, k, v, scores.dropout_p, scores.softmax_scale, causal, window, scores.softcap, attn_bias=bias,
         sinks=scores.sinks,
@@ -203,7 +204,7 @@ def attend_varlen(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> Tensor:
-    """fast_attn_varlen_func, or what stands for it, with a layer's scores."""
+    """fast_attn_varlen_func, or its replacement, with a layer's scores."""
     out: Tensor = scores.functions.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scores.dropout_p, scores.softmax_scale,
         causal, window, scores.softcap, sinks=scores.sinks,
@@ -212,7 +213,7 @@ def attend_varlen(
 
 
 def combine(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A mask, bool (True is seen) or to be added to the scores, and a bias as one attn_bias: in `dtype` or float32."""
+    """One attn_bias, in `dtype` or float32, from a bias and a mask: bool (True is seen) or added to the scores."""
     if mask.dtype is torch.bool:
         seen = torch.zeros((), dtype=dtype, device=mask.device) if bias is None else bias
         return torch.where(mask, seen, -torch.inf)
@@ -226,7 +227,7 @@ def combine(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _taken(tensor: Tensor, tokens: Tokens | None) -> Tensor:
-    """The listed tokens, gathered: (total, nheads, headdim). One copy, whatever the strides."""
+    """The listed tokens, gathered: (total, nheads, headdim). One copy, for any strides."""
     return tensor.flatten(0, 1) if tokens is None else tensor[tokens]
 
 

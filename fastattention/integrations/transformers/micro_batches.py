@@ -34,20 +34,20 @@ class MicroBatchedCache(Cache):
     While the CPU attends for one half, the GPU computes layers of the other. The weights are read twice for that, so it
     pays only when the CPU's attention takes longer (`fastattention plan offload --batch` predicts it).
 
-    Prompts, passes of more than 32 tokens and the first one pass through the model one half after the other. A forward
-    pass that fails in either half leaves no trace in both. Beam search is refused, because sequences keep their place.
+    The first pass and passes of more than 32 tokens go through the model one half after the other. A forward
+    pass that fails in either half changes neither. Beam search is refused, because sequences keep their place.
     """
 
     def __init__(self, config: PretrainedConfig, gpu_memory: int | str | None = None, **given: Any) -> None:
         self.halves = tuple(FastAttentionCache(config, gpu_memory, **given) for _ in range(2))
         self._device: Device | None = given.get("device")
-        self._rows: list[int] = []  # sequences of each half that is in use
-        self._before: int | None = None  # tokens before a forward pass that has not come to its end
+        self._rows: list[int] = []  # number of sequences in each half in use
+        self._before: int | None = None  # tokens before an unfinished forward pass
         super().__init__(layers=self.halves[0].layers)
 
     @property
     def length(self) -> int:
-        """Tokens of every sequence: not those of a forward pass under way, or interrupted."""
+        """Tokens of every sequence, without those of a current or interrupted forward pass."""
         lengths = [half.length for half in self._used()]
         return min(lengths if self._before is None else [self._before, *lengths], default=0)
 
@@ -68,18 +68,18 @@ class MicroBatchedCache(Cache):
             half.crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forgets all tokens, and the batch size; memory is given back."""
+        """Forgets all tokens and the batch size, and frees the memory."""
         self._rows, self._before = [], None
         for half in self.halves:
             half.reset()
 
     def activate_past_recording(self) -> None:
-        """Of both halves."""
+        """Activates it in both halves."""
         for half in self.halves:
             half.activate_past_recording()  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> NoReturn:
-        """Refused: the halves are what a model updates."""
+        """Refused: a model updates the halves."""
         raise UnsupportedError("a MicroBatchedCache needs `with overlapped(model, cache):` around calls of the model")
 
     def _refuse_selection(self, *_: Any, **__: Any) -> NoReturn:
@@ -91,7 +91,7 @@ class MicroBatchedCache(Cache):
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_selection
 
     def run(self, forward: Callable[..., ModelOutput], given: dict[str, Any]) -> ModelOutput:
-        """A forward pass of the whole batch, by one for each half.
+        """Runs a forward pass of the whole batch as one for each half.
 
         - `forward`: takes the cache of a half, and arguments by name
         - `given`: these arguments, of the whole batch
@@ -121,7 +121,7 @@ class MicroBatchedCache(Cache):
         return self.halves[: len(self._rows)]
 
     def _divide(self, rows: list[int], device: torch.device) -> None:
-        """The budgets, for a new batch."""
+        """Divides the budgets for a new batch."""
         caps, batch_size = self.halves[0].caps(device), sum(rows)
         for half, count in zip(self.halves, rows, strict=False):
             share = caps._replace(gpu=caps.gpu * count // batch_size, cpu=caps.cpu * count // batch_size)
@@ -129,7 +129,7 @@ class MicroBatchedCache(Cache):
         self._rows = rows
 
     def _undo_interrupted(self) -> None:
-        """A pass that came to its end in one half alone never was."""
+        """Undoes a pass that finished in only one half."""
         length = self.length
         if self._before is None and all(half.length == length for half in self._used()):
             return
@@ -187,7 +187,7 @@ def _rows(batch_size: int) -> list[int]:
 
 
 def _refuse_changing(model: nn.Module) -> None:
-    """Rotary embeddings that follow the length of the sequences: both halves would change them at once."""
+    """Refuses rotary embeddings that change with the length of sequences: both halves would change them at once."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:

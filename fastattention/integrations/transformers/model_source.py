@@ -1,6 +1,6 @@
-"""What the code of a model does about attention: whom it asks for it, and whether it computes with its mask.
+"""Inspects the code of a model: how it dispatches attention, and whether it computes with its mask.
 
-Transformers has a modeling module beside every configuration. Its classes are looked at once per model.
+Transformers has a modeling module for every configuration. Its classes are inspected once per model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from fastattention.errors import UnsupportedError
 
 MASK = "attention_mask"  # the name of a mask in every attention module of Transformers
-# What may be asked of a mask without computing with it.
+# Attributes and methods of a mask that may be used without computing with it.
 _ASKED = ("shape", "ndim", "dtype", "device", "dim", "size")
 
 _dispatching: set[type] = set()
@@ -51,11 +51,11 @@ def _check_dispatch(config_class: type) -> None:
 
 
 def matrix_needed(config: object | None) -> str | None:
-    """The matrix that the code of this model needs as a mask: None is none, "bool" that of SDPA, "float" that of eager.
+    """The matrix that the code of this model needs as a mask: None, "bool" for that of SDPA, "float" for that of eager.
 
     A matrix is needed where the code changes a mask before it hands it to the attention function, as models with an
-    indexer do, or says that it needs one. DeepSeek-V4 appends a bias to it, and has no SDPA: its mask must be one to be
-    added to scores.
+    indexer do, or says that it needs one. DeepSeek-V4 appends a bias to it, and has no SDPA, so its mask must be one
+    that is added to scores.
     """
     if type(config) not in _matrices:
         _matrices[type(config)] = _find_matrix(type(config))
@@ -85,7 +85,7 @@ def _find_matrix(config_class: type) -> str | None:
 
 
 def _forbids_to_skip(node: ast.AST) -> bool:
-    """Whether a mask is asked for that must be a matrix: Doge and T5Gemma 2 compute with it elsewhere."""
+    """Whether the code asks for a mask that must be a matrix: Doge and T5Gemma 2 compute with it elsewhere."""
     if not isinstance(node, ast.keyword) or node.arg not in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
         return False
     return isinstance(node.value, ast.Constant) and node.value.value is False
@@ -123,11 +123,11 @@ def _modeling_of(config_class: type) -> ModuleType | None:
 
 
 def refuse_tables(*names: str) -> None:
-    """From now on, models that look an implementation up in a table of their own refuse `names`.
+    """Makes models that look implementations up in a table of their own refuse `names` from now on.
 
-    Such tables (falcon, gpt_neo, sam and others) know "eager", "sdpa" and flash-attn alone, and any other name would be
-    a KeyError. Transformers asks every model for the implementation it may use before its layers are made, and they
-    look into the table. What it asks is wrapped here to put a refusal into the tables of that model.
+    Such tables (falcon, gpt_neo, sam and others) have only "eager", "sdpa" and flash-attn, and any other name would be
+    a KeyError. Transformers asks every model for its implementation before its layers are made, and layers look into
+    the table. The function that it asks is wrapped here: it puts a refusal into the tables of that model.
     """
     ask = PreTrainedModel.get_correct_attn_implementation
     if getattr(ask, "refused", None) is None:
@@ -143,7 +143,7 @@ def _with_refusals(ask: Callable[..., str], refused: set[str]) -> Any:
         if implementation in refused:
             for table in _tables(type(self)):
                 refusal = table.setdefault(implementation, _Refusal(implementation, {}))
-                if isinstance(refusal, _Refusal):  # or else it is a user's own entry
+                if isinstance(refusal, _Refusal):  # other entries are a user's own
                     refusal.models[type(getattr(self, "config", None))] = type(self).__name__
         return implementation
 
@@ -164,10 +164,10 @@ def _tables(model_class: type) -> Iterator[dict[str, Any]]:
 
 
 class _Refusal(NamedTuple):
-    """In a table, the attention module of an implementation that the model cannot have."""
+    """An entry of a table: the attention module of an implementation that the model cannot have."""
 
     implementation: str
-    models: dict[type, str]  # those that asked last, by their configuration
+    models: dict[type, str]  # names of the models that asked last, by the class of their configuration
 
     def __call__(self, config: object, *_: Any, **__: Any) -> NoReturn:
         model = self.models.get(type(config)) or next(reversed(self.models.values()))

@@ -1,7 +1,7 @@
-"""Who gives pages to requests in continuous batching: allocators whose pages attention reads where they lie.
+"""Allocators that give pages to requests in continuous batching; attention reads these pages in place.
 
 Transformers' own allocators list the row of every token for every step, and gather those rows in every layer. These
-list pages. Layers of a sliding window keep theirs in order too, not in a ring, and give back what has slid out.
+list pages. Layers with a sliding window keep pages in order too, not in a ring, and free those before the window.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 class FullPages(FullAttentionCacheAllocator):
     """Pages of the layers that see all tokens: page i of a request holds its tokens from i * tokens_per_page on."""
 
-    # Of the forward pass under way: the block table, and the tokens before each new one in a step of one token each.
+    # The block table of the current forward pass, and in a step of one token each, the tokens before each new one.
     _table: Tensor
     _seqlens: Tensor
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Numbers of the pages that hold what the queries see, in `get_cache_for_block_table`'s views."""
+        """Indices of the pages that hold the keys of the queries, in `get_cache_for_block_table`'s views."""
         pages = self._pages(request_id, past_length)
         stride = self.block_physical_stride // self.tokens_per_page
         return [
@@ -29,31 +29,31 @@ class FullPages(FullAttentionCacheAllocator):
         ]
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        """Writes the same numbers to block_table, int32 (max_blocks,)."""
+        """Writes the same indices to block_table, int32 (max_blocks,)."""
         pages = self.get_read_indices(request_id, past_length, query_length)
         entries = torch.tensor(pages, dtype=block_table.dtype, device="cpu")
         block_table[: len(pages)].copy_(entries, non_blocking=True)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
-        """As theirs, which an asynchronous batch may ask of a request that was cancelled meanwhile."""
+        """Does what Transformers' does, also if an asynchronous batch asks after the request was cancelled."""
         if request_id in self.block_table:
             super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
 
     def prepare(self, layer_idx: int, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        """Puts into kwargs what attention needs to read this layer's pages, and stores the tokens if it does not.
+        """Puts into kwargs what attention needs to read this layer's pages. Stores the tokens if attention does not.
 
         key, value: (1, nheads_k, total_q, headdim), the new tokens
         kwargs: Transformers' arguments of the forward pass; changed in place:
-            cu_seq_lens_k, max_length_k: of this layer
+            cu_seq_lens_k, max_length_k: those of this layer
             k_cache, v_cache: (pages, page_size, nheads_k, headdim) views
             block_table: int32 (sequences, pages), or None where no query sees a token of an earlier pass
-            cache_seqlens: int32 (sequences,), where attention shall append the tokens, or None where they are stored
+            cache_seqlens: int32 (sequences,), where attention appends the tokens, or None where they are stored
         """
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][self.layer_type].to(torch.int32)
         kwargs["max_length_k"] = kwargs["max_length_k"][self.layer_type]
         k_pages, v_pages = self.get_cache_for_block_table(layer_idx)
         kwargs |= {"k_cache": k_pages, "v_cache": v_pages, "cache_seqlens": None}
-        first = layer_idx == self.layer_indices[0]  # its table serves the others, also where a graph is captured
+        first = layer_idx == self.layer_indices[0]  # its table serves the other layers, also where a graph is captured
         if kwargs.get("block_table") is not None:
             if first:
                 self._table, self._seqlens = self._one_token_each(kwargs["block_table"][self.index], kwargs)
@@ -69,29 +69,29 @@ class FullPages(FullAttentionCacheAllocator):
             kwargs["block_table"] = self._table
 
     def _one_token_each(self, table: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The block table, and the tokens before each new one. Sequences of padding write where nobody reads."""
+        """The block table, and the tokens before each new one. Padding sequences write to a page that is never read."""
         seqlens = kwargs["cu_seq_lens_k"].diff()
         unused = self.write_trash_index // self.tokens_per_page
         return torch.where(seqlens[:, None] > 0, table, unused), (seqlens - 1).clamp_(min=0)
 
     def _table_of(self, numbers: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """A row for every sequence, out of the page numbers of one after the other."""
+        """The block table, a row for every sequence, from their concatenated page indices."""
         counts = (kwargs["cu_seq_lens_k"].diff() + (self.tokens_per_page - 1)) // self.tokens_per_page
         starts = counts.cumsum(0) - counts
         width = -(-kwargs["max_length_k"] // self.tokens_per_page)
         places = starts[:, None] + torch.arange(width, device=numbers.device)
-        return numbers.to(torch.int32)[places.clamp_(max=numbers.numel() - 1)]  # what lies past a sequence is not read
+        return numbers.to(torch.int32)[places.clamp_(max=numbers.numel() - 1)]  # entries past a sequence are not read
 
     def _pages(self, request_id: str, past_length: int) -> list[int]:
-        """The blocks of a request, from the first that a query after past_length tokens sees."""
+        """The pages of a request, from the first that a query after past_length tokens sees."""
         pages: list[int] = self.block_table[request_id]
         return pages
 
 
 class SlidingPages(FullPages):
-    """Pages of the layers with a sliding window: as `FullPages`, but pages that no query sees any more are given back.
+    """Pages of the layers with a sliding window: as `FullPages`, but pages that no query sees any more are freed.
 
-    A request has block_table[request_id], of tokens from page number _begins[request_id] on.
+    block_table[request_id] holds the pages of a request from page number _begins[request_id] on.
     """
 
     supports_block_sharing = False
@@ -107,12 +107,12 @@ class SlidingPages(FullPages):
         return past_length + query_length - self._first(past_length) * self.tokens_per_page
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Pages to take, less those that will be given back."""
+        """Pages to take, less those that will be freed."""
         released, taken = self._change(request_id, past_length, query_length)
         return max(0, taken - released)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        """Gives back the pages before the window, and takes those of the new tokens."""
+        """Frees the pages before the window, and takes those of the new tokens."""
         released, taken = self._change(request_id, past_length, query_length)
         begin = self._begin(request_id, past_length)
         pages = self.block_table.setdefault(request_id, [])
@@ -128,7 +128,7 @@ class SlidingPages(FullPages):
         return rows
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Gives back all pages. Of a request that is moved to host memory (no_cache) the place of its first is kept."""
+        """Frees all pages. If a request is moved to host memory (no_cache), the number of its first page is kept."""
         if request_id in self.block_table and not no_cache:
             del self._begins[request_id]
         super().free_blocks(request_id, no_cache)
@@ -136,23 +136,23 @@ class SlidingPages(FullPages):
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
-        """As of all pages: none is shared."""
+        """Copies all pages: none is shared."""
         self._begins[dest_request_id] = self._begins[source_request_id]
         pairs: tuple[list[int], list[int]] = super().fork_blocks(source_request_id, dest_request_id, past_length)
         return pairs
 
     def _first(self, past_length: int) -> int:
-        """The first page that is kept. One token more than the window: Transformers may take back a step."""
+        """The first page that is kept. It has one token more than the window: Transformers may take back a step."""
         return max(0, past_length - self.sliding_window) // self.tokens_per_page
 
     def _begin(self, request_id: str, past_length: int) -> int:
-        """Of a request without pages: where it was moved to host memory, or its beginning."""
+        """The first page number of a request without pages: that at its move to host memory, or 0."""
         if request_id in self.block_table or past_length > 0:
             return self._begins.get(request_id, 0)
         return 0
 
     def _change(self, request_id: str, past_length: int, query_length: int) -> tuple[int, int]:
-        """How many pages a request gives back and takes."""
+        """The numbers of pages that a request frees and takes."""
         begin, held = self._begin(request_id, past_length), len(self.block_table.get(request_id, ()))
         released = min(self._first(past_length) - begin, held)
         end = -(-(past_length + query_length) // self.tokens_per_page)

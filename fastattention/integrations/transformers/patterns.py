@@ -1,7 +1,7 @@
-"""Recognizes what Transformers' mask functions compute.
+"""Recognizes the pattern that Transformers' mask functions compute.
 
-Transformers describes a mask by a function of indices, composed out of a few of its own. Such a function is recognized
-only when every piece is known, told by its code object. Anything else is a pattern of its own, and None.
+Transformers describes a mask by a function of indices, composed of a few of its own. Such a function is recognized only
+when every piece is known, by its code object. Any other function gives None.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Pattern(NamedTuple):
 
     causal: bool
     window: Window  # (-1, 0) when causal without a window
-    sequence_ids: Tensor | None = None  # int (batch_size, tokens): tokens see those of their own id only
+    sequence_ids: Tensor | None = None  # int (batch_size, tokens): tokens see only those of their own id
 
     @property
     def is_positional(self) -> bool:
-        """Whether it matters where a query is among the keys."""
+        """Whether the position of a query among the keys matters."""
         return self.window != (-1, -1)
 
 
@@ -36,7 +36,7 @@ BIDIRECTIONAL = Pattern(causal=False, window=(-1, -1))
 def recognize(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern of a mask function of Transformers, or None for any other function.
 
-    While torch.compile traces, only those are recognized that are not composed: it cannot look into functions.
+    While torch.compile traces, only functions that are not composed are recognized: it cannot look into functions.
     """
     if mask_function is masking_utils.causal_mask_function:
         return CAUSAL
@@ -65,7 +65,7 @@ def _recognise_intersection(overlay: Callable[..., Any], base: Callable[..., Any
 
 
 def _recognise_packed_sequences(overlay: Callable[..., Any], base: Callable[..., Any]) -> Pattern | None:
-    """Several sequences in a row. Positions run through each of them, so its pattern is the one that was remapped."""
+    """The pattern of several sequences in a row. Positions restart in each, so it is the pattern that was remapped."""
     if not _made_by(base, masking_utils.remap_positions_for_packed_sequence):
         return None
     inner, sequence_ids = recognize(_captured(base)["mask_function"]), _captured(overlay).get("packed_sequence_mask")
@@ -81,7 +81,7 @@ def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:
 
 
 def _captured(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables that a function took from where it was defined."""
+    """The variables that a function captured where it was defined."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None:
         return {}

@@ -1,4 +1,4 @@
-"""StoredTokens: what a FastAttentionCache gives a layer instead of tensors, and attention to them."""
+"""StoredTokens, which a FastAttentionCache gives a layer instead of tensors, and attention to them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PaddingOf:
         self._padding: Padding | None = None
 
     def __call__(self, lengths: Tensor) -> Padding:
-        """lengths: int32 (batch_size,), tokens at the start of each sequence that nobody sees."""
+        """The Padding. lengths: int32 (batch_size,), padding tokens at the start of each sequence."""
         if self._lengths is not lengths:
             counts: list[int] = lengths.tolist()
             self._lengths = lengths
-            # Equal to that of the pass before, if it was: what the store made of it is used again.
+            # Padding equal to that of the previous pass is reused, with the tensors that the store has made of it.
             if self._padding is None or self._padding.counts != counts:
                 self._padding = Padding(counts)
         assert self._padding is not None
@@ -44,7 +44,7 @@ class NewTokens(NamedTuple):
 
 
 class StoredTokens:
-    """All keys, or all values, of a layer: those in the store and new ones, which attending to them appends."""
+    """All keys, or all values, of a layer: stored ones and new ones, which `attend` appends."""
 
     def __init__(self, store: CooperativeKVStore, index: int, new: NewTokens, padding_of: PaddingOf) -> None:
         self._store, self._index, self._new, self._padding_of = store, index, new, padding_of
@@ -61,7 +61,7 @@ class StoredTokens:
         raise UnsupportedError(f"keys and values in a FastAttentionCache are no argument of torch's {name}: {_NEEDED}")
 
     def attend(self, q: Tensor, mask: SequenceMask | Tensor | None, bias: Tensor | None, scores: Scores) -> Tensor:
-        """Appends the new tokens and attends: q is theirs, (batch_size, seqlen_q, nheads, headdim)."""
+        """Appends the new tokens and attends with their queries q, (batch_size, seqlen_q, nheads, headdim)."""
         options = self._options(q, mask, bias, scores)
         return self._store.attend(self._index, q, *self._new, options)
 
@@ -74,7 +74,7 @@ class StoredTokens:
         return AttendOptions(scores.softmax_scale, scores.softcap, scores.sinks, self._padding(q, mask))
 
     def _padding(self, q: Tensor, mask: SequenceMask | Tensor | None) -> Padding | None:
-        """The padding before every sequence, when that and causality is all that the mask says."""
+        """The padding before every sequence, when the mask hides only that and is causal; else None."""
         if mask is None:
             return None
         tokens = self._store.length + q.shape[1] if self._index == 0 else None

@@ -1,8 +1,8 @@
 """Tiling-AllReduce in models under Transformers' tensor parallelism: `tile_allreduce(model)`.
 
 Transformers computes attention, then o_proj, then sums over the ranks. Under the name "fast_attention_tiled" attention
-waits (DeferredAttention) for o_proj, which `tile_allreduce` has taught to compute it together with its own product, row
-block by row block, each summed while the next is computed. Importing this module registers the name.
+is deferred (DeferredAttention) to o_proj. `tile_allreduce` replaces its forward: it computes attention and product row
+block by row block, and sums each block while it computes the next. Importing this module registers the name.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", trans
     - `transport`: how blocks are summed, as in `TilingAllReduce`
 
     The model gets the attention implementation "fast_attention_tiled". It is "fast_attention", except that prompts with
-    padding on the left stay dense. Call it on every rank. Prompts are computed in row blocks where that is
-    predicted to pay, decoding and short prompts as before. What cannot be tiled runs as before, too, with a
-    NotTiledWarning that says why.
+    padding on the left stay dense. Call it on every rank. Prompts are computed in row blocks where that is faster,
+    decoding and short prompts as before. Calls that cannot be tiled run as before too, with a NotTiledWarning that says
+    why.
 
     Raises ArgumentError for an unknown plan or transport. Raises UnsupportedError for a model without o_proj in its
     attention, or whose o_proj is not divided by rows.
@@ -56,10 +56,10 @@ def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", trans
 
 
 class _Forward(TiledForward):
-    """forward of o_proj, outside of what Transformers does around it."""
+    """The forward of o_proj, outside of Transformers' own wrapper."""
 
     def __call__(self, x: DeferredAttention | Tensor) -> Tensor:
-        """(..., hidden) of what the attention module gives."""
+        """(..., hidden) from the output of the attention module."""
         return super().__call__(self.tiling.settle(x, self.linear))
 
 
@@ -98,9 +98,9 @@ def tiled_attention_forward(
     dropout: float = 0.0,
     **given: Any,
 ) -> tuple[DeferredAttention | Tensor, None]:
-    """fast_attention_forward, whose out (batch_size, seqlen_q, nheads, headdim_v) waits for the projection.
+    """fast_attention_forward, whose out (batch_size, seqlen_q, nheads, headdim_v) is deferred to the projection.
 
-    Where that cannot be it is computed, and the projection is told why. torch.compile gets a tensor.
+    Where that is not possible it is computed, and the projection gets the reason. torch.compile gets a tensor.
     """
     functions = AT_ONCE if torch.compiler.is_compiling() else _DEFERRED
     out: Any = fast_attention_forward(

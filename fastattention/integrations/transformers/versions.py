@@ -9,8 +9,8 @@ import transformers
 from packaging.version import Version
 from transformers import masking_utils
 
-OLDEST = "5.23"  # with which the tests pass
-NAME = "fast_attention"  # without "flash" in it: Transformers takes any name that has it for one of flash-attn's
+OLDEST = "5.23"  # the oldest version with which the tests pass
+NAME = "fast_attention"  # without "flash": Transformers takes any name that contains it for flash-attn
 
 _NAMES = inspect.signature(masking_utils.create_causal_mask).parameters
 

@@ -5,9 +5,9 @@ vLLM loads `register` through the entry point group `vllm.general_plugins`, in e
 register       names one of the two classes below to vLLM
 cpu.py         vLLM's classes on CPUs: backend, metadata builder, implementation. Replaces CPU_ATTN.
 cuda.py        the same on NVIDIA GPUs, as the backend CUSTOM. Not run inside vLLM.
-backend.py     what both tell vLLM of themselves: head sizes, cache dtypes, layout
+backend.py     what both report to vLLM: head sizes, cache dtypes, layout
 paged_attention.py  the computation of both: writes a layer's cache and attends to it
-options.py     what a layer was made with, checked
+options.py     the checked constructor arguments of a layer
 metadata.py    one batch, as vLLM describes it
 layout.py      keys, values and scales within vLLM's cache tensor
 versions.py    the versions of vLLM that were tested
@@ -54,7 +54,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    # By path: vLLM imports the class when it first needs it.
+    # The class is named by its path: vLLM imports it when it first needs it.
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
         logger.info("fastattention serves CPU_ATTN; FASTATTENTION_VLLM=0 turns it off")

@@ -1,4 +1,4 @@
-"""What our backends tell vLLM of themselves, on CPUs and GPUs alike."""
+"""What our backends report to vLLM, on CPUs and GPUs alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FastAttentionBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Every one up to 512."""
+        """All head sizes up to 512."""
         return list(range(1, MAX_HEAD_SIZE + 1))
 
     @staticmethod
@@ -70,7 +70,7 @@ class FastAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: quantized caches are read by the host's query lengths."""
+        """False, because quantized caches are read by the host's query lengths."""
         return False
 
 
@@ -125,7 +125,7 @@ def run_attention(
     output_scale: Tensor | None,
     output_block_scale: Tensor | None,
 ) -> Tensor:
-    """What forward of both implementations does, for decoders.
+    """The forward of both implementations, for decoders.
 
     - `metadata`: None when vLLM warms up or measures memory; output is then zeros
     - `output_scale`, `output_block_scale`: must be None

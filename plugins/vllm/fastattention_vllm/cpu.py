@@ -50,7 +50,7 @@ class FastAttentionCpuImpl(CPUAttentionBackendImpl):
                 logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks,
             )  # fmt: skip
             return
-        # Not vLLM's constructor, which refuses what only its own kernels cannot do.
+        # vLLM's constructor is not called: it refuses options that only its own kernels lack.
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale, self.kv_cache_dtype, self.attn_type = float(scale), kv_cache_dtype, attn_type
         self.sliding_window = -1 if sliding_window is None else sliding_window
@@ -111,9 +111,9 @@ class FastAttentionCpuMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class FastAttentionCpuBackend(FastAttentionBackend, CPUAttentionBackend):
-    """What vLLM asks for as CPU_ATTN. Some models of vLLM take subclasses of its own CPU backend only.
+    """The backend that vLLM knows as CPU_ATTN. Some models of vLLM accept only subclasses of its own CPU backend.
 
-    From that come only its answer about attention types: decoders are ours, all others go to vLLM's implementation.
+    From that it inherits only the supported attention types: we serve decoders, and vLLM's implementation all others.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ class FastAttentionCpuBackend(FastAttentionBackend, CPUAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        """Any multiple of 16; for encoders and cross-attention what vLLM's kernels take."""
+        """Any multiple of 16; for encoders and cross-attention, those of vLLM's kernels."""
         if _is_left_to_vllm(kv_cache_spec):
             return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
         return FastAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)

@@ -74,7 +74,7 @@ class FastAttentionCudaImpl(AttentionImpl[Any]):
 
 
 class FastAttentionCudaBackend(FastAttentionBackend):
-    """What vLLM asks for as CUSTOM. Its builder keeps vLLM's default for CUDA graphs: attention runs outside them."""
+    """The backend CUSTOM of vLLM. Its builder keeps vLLM's default for CUDA graphs: attention runs outside them."""
 
     @staticmethod
     def get_name() -> str:

@@ -1,11 +1,11 @@
-"""Where keys, values and scales lie within vLLM's cache tensor.
+"""The layout of keys, values and scales within vLLM's cache tensor.
 
-vLLM gives a layer one tensor (num_blocks, num_kv_heads, block_size, content), of which each block of a head is one
+vLLM gives a layer one tensor (num_blocks, num_kv_heads, block_size, content), in which each block of a head is one
 contiguous run of memory. Within such a run we put
 
     keys (block_size, head_size) | values (block_size, head_size)
 
-as vLLM's own CPU backend does, and for quantized caches the scales behind them, in the bytes that they add to content:
+as vLLM's own CPU backend does, and for quantized caches the scales after them, in the bytes that they add to content:
 
     ... | scales of keys (block_size,) | scales of values (block_size,)     float32
 
@@ -23,7 +23,7 @@ from torch import Tensor
 BLOCK_SIZE_MULTIPLE = 16
 SCALE_BYTES = 4  # float32
 
-# The largest number that the elements of a quantized cache are scaled to, as fastattention's own append has it.
+# The largest value that elements of a quantized cache are scaled to, as in fastattention's own append.
 LARGEST_STORED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -55,7 +55,7 @@ class CachePages(NamedTuple):
 def cache_pages(kv_cache: Tensor, head_size: int, quantized_dtype: torch.dtype | None) -> CachePages:
     """Views of keys, values and scales in `kv_cache`, (num_blocks, num_kv_heads, block_size, content).
 
-    - `quantized_dtype`: what a quantized cache stores; None for one in the dtype of kv_cache
+    - `quantized_dtype`: dtype of a quantized cache; None for a cache in the dtype of kv_cache
 
     Raises ArgumentError when kv_cache has another layout.
     """

@@ -26,7 +26,7 @@ class PagedMetadata:
     max_seq_len: int  # an upper bound
     seq_lens: Tensor  # int32 (num_reqs,), tokens in the cache with the new ones
     block_table: Tensor  # int32 (num_reqs, max_blocks_per_req)
-    slot_mapping: Tensor  # int64 (num_actual_tokens,), where each new token lies in the cache
+    slot_mapping: Tensor  # int64 (num_actual_tokens,), the place of each new token in the cache
     causal: bool
 
     @classmethod
@@ -67,12 +67,12 @@ class PagedMetadata:
 
     @cached_property
     def cu_seqlens_k(self) -> Tensor:
-        """int32 (num_reqs + 1,): offsets of the requests' cached tokens, were they concatenated."""
+        """int32 (num_reqs + 1,): offsets of the requests' cached tokens, as if they were concatenated."""
         return F.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
     @cached_property
     def requests_by_query_len(self) -> dict[int, Tensor]:
-        """Numbers of the requests with n new tokens, int64 on the batch's device, by n; without n = 0."""
+        """Indices of the requests with n new tokens, int64 on the batch's device, by n; without n = 0."""
         query_lens = self.query_start_loc_cpu.diff()
         return {
             length: (query_lens == length).nonzero().squeeze(1).to(self.seq_lens.device)

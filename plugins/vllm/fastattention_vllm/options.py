@@ -1,4 +1,4 @@
-"""What vLLM makes an attention layer with, checked once."""
+"""The arguments with which vLLM makes an attention layer, checked once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 MAX_HEAD_SIZE = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# vLLM's names of cache dtypes with one scale a token and head, and what is stored.
+# vLLM's names of cache dtypes with one scale for each token and head, and their stored dtypes.
 QUANTIZED = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 PLAIN = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CACHE_DTYPES = (*PLAIN, *QUANTIZED)
@@ -23,14 +23,14 @@ class LayerOptions:
     """The constructor arguments of a vLLM attention layer, under vLLM's names.
 
     - `num_heads`, `num_kv_heads`: query heads and key/value heads; the second divides the first
-    - `head_size`: 1 to 512, of keys and of values
+    - `head_size`: 1 to 512, for keys and values
     - `scale`: factor on q @ k^T
     - `alibi_slopes`: `num_heads` numbers, or None
     - `sliding_window`: keys that a query sees, itself included; None is unlimited
     - `kv_cache_dtype`: one of KV_CACHE_DTYPES; "auto" is `dtype`
     - `logits_soft_cap`: None or 0 turns it off
     - `sinks`: floating point (num_heads,), or None
-    - `dtype`: of queries, keys and values: float16, bfloat16 or float32
+    - `dtype`: that of queries, keys and values: float16, bfloat16 or float32
 
     Raises ArgumentError for a wrong value and UnsupportedError for one that fastattention does not serve.
     """
@@ -61,7 +61,7 @@ class LayerOptions:
 
     @property
     def quantized_dtype(self) -> torch.dtype | None:
-        """What a quantized cache stores, int8 or float8_e4m3fn; None for a cache in `dtype`."""
+        """The dtype of a quantized cache, int8 or float8_e4m3fn; None for a cache in `dtype`."""
         return QUANTIZED.get(self.kv_cache_dtype)
 
     def _check_heads(self) -> None:

@@ -1,4 +1,4 @@
-"""The computation of a layer: writes new tokens to vLLM's cache, and attends to what the cache then holds."""
+"""The computation of a layer: writes new tokens to vLLM's cache, and attends to all tokens of the cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PagedAttention:
         self._pages(kv_cache).write(key[:num_tokens], value[:num_tokens], slot_mapping)
 
     def attend(self, query: Tensor, kv_cache: Tensor, metadata: PagedMetadata, output: Tensor) -> None:
-        """Writes the attention of a batch's new tokens to `output`; rows past num_actual_tokens are left alone.
+        """Writes the attention of a batch's new tokens to `output`; rows past num_actual_tokens are not written.
 
         - `query`, `output`: (num_tokens, num_heads, head_size), any strides
 
@@ -74,7 +74,7 @@ class PagedAttention:
         return cache_pages(kv_cache, self.options.head_size, quantized_dtype)
 
     def _shared_arguments(self, causal: bool) -> dict[str, Any]:
-        """What both functions of fastattention take."""
+        """Arguments of both functions of fastattention."""
         window = self.options.sliding_window
         # vLLM counts the query's own token. Without a causal mask its windows reach as far to the right.
         window_size = (-1, -1) if window is None else (window - 1, 0 if causal else window - 1)
@@ -91,7 +91,7 @@ class PagedAttention:
 def _attend_quantized(
     query: Tensor, pages: CachePages, metadata: PagedMetadata, output: Tensor, shared: dict[str, Any]
 ) -> None:
-    """As PagedAttention.attend. Only fast_attn_with_kvcache takes scales, and one call has one number of new tokens.
+    """Attends to a quantized cache. Only fast_attn_with_kvcache takes scales, for one number of new tokens.
 
     So there is a call for every number of new tokens: one for all decoding requests, and usually one for each prompt.
     """

@@ -14,13 +14,13 @@ from fastattention_vllm.metadata import PagedMetadata
 from fastattention_vllm.options import QUANTIZED, LayerOptions
 from fastattention_vllm.paged_attention import PagedAttention
 
-# What a layer is made of: our class for CPUs; our class for GPUs, on CPU tensors; the computation of both on a GPU.
+# Kinds of layers: our class for CPUs; our class for GPUs, on CPU tensors; the computation of both on a GPU.
 TARGETS = ("cpu", "gpu-class", "cuda")
 
 
 @dataclass
 class Batch:
-    """Requests with cached and new tokens, and the pages they lie in. Unused memory of the cache is NaN."""
+    """Requests with cached and new tokens, and their pages. Unused memory of the cache is NaN."""
 
     query_lens: list[int]
     seq_lens: list[int]  # with the new tokens
@@ -31,7 +31,7 @@ class Batch:
     dtype: torch.dtype = torch.float32
     kv_cache_dtype: str = "auto"
     device: str = "cpu"
-    page_padding: int = 0  # unused bytes behind each block
+    page_padding: int = 0  # unused bytes after each block
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Batch:
         self.keys, self.values = (self._random(shape).split(self.seq_lens) for _ in range(2))
         self.query = self._random((sum(self.query_lens), self.num_heads, self.head_size))
         blocks = [-(-length // self.block_size) for length in self.seq_lens]
-        # Block 0 is the null block, as in vLLM; the others in no order, and some in no request.
+        # Block 0 is the null block, as in vLLM; the others are in random order, and some belong to no request.
         numbers = (torch.randperm(sum(blocks) + 3, generator=self.generator) + 1).tolist()
         self.tables = [[numbers.pop() for _ in range(count)] for count in blocks]
         self.kv_cache = self._poisoned_cache(sum(blocks) + 4)
@@ -89,7 +89,7 @@ class Batch:
         } | changes
 
     def expected(self, dtype: torch.dtype, keys: Any = None, values: Any = None, **options: Any) -> Tensor:
-        """Attention of all new tokens by the oracle; of other keys and values if given."""
+        """Attention of all new tokens by the oracle; with other keys and values if given."""
         parts = zip(self.query.split(self.query_lens), keys or self.keys, values or self.values, strict=True)
         return torch.cat([attention(query, key, value, dtype, **options) for query, key, value in parts])
 

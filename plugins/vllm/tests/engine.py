@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from fastattention_vllm import CPU_BACKEND
 
-# Chunks of 64 tokens make every longer prompt a chunked prefill, beside requests that decode.
+# Chunks of 64 tokens make every longer prompt a chunked prefill, together with requests that decode.
 CHUNK = 64
 
 OURS = "FastAttentionCpuImpl"
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def in_engine(folder: Path, ours: bool, work: Callable[[LLM], T], dtype: str = "float32", **options: Any) -> T:
-    """What `work` returns of an engine with `ours`, or else vLLM's own attention. The engine is gone afterwards."""
+    """The result of `work` on an engine with our attention, or vLLM's own. The engine is closed afterwards."""
     AttentionBackendEnum.CPU_ATTN.clear_override()
     if ours:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)

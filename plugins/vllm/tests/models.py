@@ -79,9 +79,11 @@ def save_model(name: str, folder: Path) -> Path:
     factory = AutoModel if name == "bert" else AutoModelForCausalLM
     model = factory.from_config(CONFIGS[name], attn_implementation="eager", dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("sinks"):  # as large as the scores, or they would change no token
+        if parameter_name.endswith("sinks"):  # as large as the scores, because smaller ones would change no token
             torch.nn.init.normal_(parameter, std=2.0)
-        if name == "gemma2" and ".post_" in parameter_name:  # or its tied embeddings make it repeat the last token
+        if (
+            name == "gemma2" and ".post_" in parameter_name
+        ):  # otherwise its tied embeddings make it repeat the last token
             torch.nn.init.constant_(parameter, 8.0)
     model.save_pretrained(folder)
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, VOCAB_SIZE)}
@@ -113,7 +115,7 @@ def eager_model(folder: Path, cache_dtype: torch.dtype | None = None) -> Any:
 
 
 def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
-    """x (..., head_size) as a quantized cache with a scale a token and head gives it back."""
+    """x (..., head_size) as read from a quantized cache with a scale for each token and head."""
     scale = x.abs().amax(-1, keepdim=True) / {torch.int8: 127, torch.float8_e4m3fn: 448}[cache_dtype]
     stored = (x / scale).nan_to_num()
     return (stored.round() if cache_dtype is torch.int8 else stored.to(cache_dtype).float()) * scale

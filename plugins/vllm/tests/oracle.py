@@ -23,7 +23,7 @@ def attention(
 
     - `query`: (query_len, num_heads, head_size)
     - `keys`, `values`: (seq_len, num_kv_heads, head_size)
-    - `dtype`: of the matrix products; the softmax is in float32 at least
+    - `dtype`: that of the matrix products; the softmax is at least in float32
 
     Returns (query_len, num_heads, head_size) in `dtype`.
     """

@@ -1,4 +1,4 @@
-"""What we rely on in vLLM. A failure here names what a new version changed."""
+"""Tests what we rely on in vLLM. A failure here names what a new version changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fastattention_vllm.cpu import FastAttentionCpuBackend, FastAttentionCpuImpl
 from fastattention_vllm.cuda import FastAttentionCudaBackend, FastAttentionCudaImpl
 from fastattention_vllm.options import QUANTIZED
 
-# Our class and the one of vLLM whose methods it must match.
+# Our class and vLLM's class whose methods it must match.
 PAIRS: dict[str, tuple[type, type]] = {
     "cpu-impl": (FastAttentionCpuImpl, CPUAttentionBackendImpl),
     "cpu-builder": (FastAttentionCpuMetadataBuilder, CPUAttentionMetadataBuilder),
@@ -46,7 +46,7 @@ PAIRS: dict[str, tuple[type, type]] = {
     "cuda-impl": (FastAttentionCudaImpl, AttentionImpl),
 }
 
-# What vLLM adds to a layer's constructor only for models that need it.
+# Arguments that vLLM passes to a layer's constructor only for models that need them.
 OPTIONAL = {"sinks"}
 
 
@@ -73,7 +73,7 @@ def test_methods_have_the_parameters_of_vllm(pair: str) -> None:
 def test_constructor_and_cache_update_match_those_of_triton() -> None:
     assert parameters(FastAttentionCudaImpl.do_kv_cache_update) == parameters(TritonAttentionImpl.do_kv_cache_update)
     ours, theirs = (parameters(impl.__init__) for impl in (FastAttentionCudaImpl, TritonAttentionImpl))
-    assert theirs[: len(ours)] == ours  # those behind are given only to backends that ask for them
+    assert theirs[: len(ours)] == ours  # further arguments are given only to backends that ask for them
 
 
 def test_own_cpu_backend_says_nothing_that_ours_does_not() -> None:

@@ -1,7 +1,7 @@
 """Whole models inside vLLM on a CPU, with chunked prefill and prefix cache.
 
 In float32 greedy tokens must equal those of Transformers' eager attention, and vLLM's own. In half precision near ties
-part at random, so log-probabilities of the prompts are compared instead.
+differ at random, so log-probabilities of the prompts are compared instead.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_tokens_equal_under_torch_compile(folders: dict[str, Path], monkeypatch:
 def test_tokens_equal_with_speculative_decoding(folders: dict[str, Path]) -> None:
     prompts = [prompt * 2 for prompt in PROMPTS[:4]]  # repetitions, from which drafts are taken
     expected = eager_tokens(eager_model(folders["mistral"]), prompts, NEW_TOKENS)
-    # In a process of its own: after the import of numba vLLM 0.32 cannot start another engine.
+    # It runs in a process of its own, because vLLM 0.32 cannot start another engine after importing numba.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         assert pool.submit(speculated_tokens, folders["mistral"], prompts).result() == expected
 
@@ -109,7 +109,7 @@ def test_quantized_cache_gives_tokens_of_rounded_eager(
     model = eager_model(folders["mistral"], stored)
     expected = eager_tokens(model, PROMPTS, NEW_TOKENS)
     unrounded = eager_tokens(eager_model(folders["mistral"]), PROMPTS, NEW_TOKENS)
-    assert expected != unrounded  # or the cache might be in float32
+    assert expected != unrounded  # otherwise the cache might be in float32
     assert in_engine(folders["mistral"], True, tokens_twice, kv_cache_dtype=kv_cache_dtype) == [expected, expected]
 
 
@@ -141,7 +141,7 @@ def test_encoders_stay_with_vllm(folders: dict[str, Path]) -> None:
 
 
 def test_installed_plugin_takes_over_in_all_processes(folders: dict[str, Path]) -> None:
-    """As users run it: the engine in a process of its own, and nothing named by hand."""
+    """Runs it as users do: the engine in a process of its own, without naming a backend."""
     script = Path(__file__).with_name("serve_once.py")
     default = {name: value for name, value in os.environ.items() if name not in ("FASTATTENTION_VLLM", IN_ONE_PROCESS)}
     for setting, expected in ((None, "FastAttentionCpuImpl"), ("0", "CPUAttentionBackendImpl")):

@@ -35,7 +35,7 @@ def shape(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def make_batch(target: str, shape: dict[str, Any], **changes: Any) -> Batch:
-    """A batch, on a GPU in float16: float32 is not computed by the cuda backend there."""
+    """A batch, in float16 on a GPU, because the cuda backend does not compute float32 there."""
     own = {"device": "cuda", "dtype": torch.float16} if target == "cuda" else {}
     return Batch(**(own | shape | changes))
 
@@ -152,7 +152,8 @@ def test_quantized_cache(
     stored = torch.int8 if kv_cache_dtype.startswith("int8") else torch.float8_e4m3fn
     keys, values = ([dequantized(x, stored) for x in tensors] for tensors in (batch.keys, batch.values))
     compare(out, batch, keys=keys, values=values, **options)
-    # Within what the cache's dtype loses, half a step of 1/127 or three bits of mantissa, of the values' range.
+    # The tolerance is the rounding error of the cache's dtype: half a step of 1/127 or of three bits of mantissa,
+    # relative to the values' range.
     unrounded = batch.expected(torch.float64, **options)
     assert (out - unrounded).abs().max() < (0.05 if stored is torch.int8 else 0.2)
 

@@ -5,12 +5,12 @@ acl_stub.py acl_stub.c   libraries in the place of CANN's: torch_npu can be impo
 host_npu.py              the device npu on that memory, whose operators the CPU computes
 reference.py             attention as the vendor documents its operators, for a single sequence
 training.py inference.py the two operators for tensors on a CPU, strict about their arguments
-training_gradients.py    the operator of their gradients likewise
-communication.py         the product with its all-reduce likewise; ranks are threads
+training_gradients.py    the operator of their gradients, for tensors on a CPU too
+communication.py         the product with its all-reduce, for tensors on a CPU too; ranks are threads
 engine.py                a backend that knows nothing but the vendor's operators
 test_conformance.py      the list of cases on it
-gradient_cases.py        the cases whose gradients are served, and what is right for them
-test_gradients.py        those gradients; the calls that are made for them
+gradient_cases.py        the cases whose gradients are served, and the right results
+test_gradients.py        gradients, and the calls that are made for them
 test_gradient_refusals.py which gradients are refused; needs no torch_npu
 test_calls.py            the arguments against real schemas and real shape inference; what must never be called
 test_int8.py             int8 caches: their scales as they are handed over, and when they are copied

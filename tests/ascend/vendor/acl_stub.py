@@ -1,8 +1,8 @@
 """Libraries in the place of CANN's, so that torch_npu can be imported where there is no CANN.
 
-acl_stub.c gives them one NPU whose memory is the host's. What else they must define is read from torch_npu's own
-libraries: every symbol with a prefix of CANN's that they do not define themselves. Loaded into the process, they are
-found by name when torch_npu asks for them.
+acl_stub.c gives them one NPU whose memory is the host's. The other symbols are read from torch_npu's own libraries:
+every symbol with a prefix of CANN's that they do not define themselves. Loaded into the process, they are found by name
+when torch_npu asks for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ascend.build_cache import cached_file
 
-# By the names under which torch_npu asks for them. Some functions are looked up in one of them alone, so each has all.
+# The names under which torch_npu asks for them. Some functions are looked up in only one of them, so each has all.
 LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
 PREFIXES = re.compile(r"acl|Msprof|Hccl|rt[A-Z]")
 WRITTEN = Path(__file__).with_name("acl_stub.c")

@@ -1,4 +1,4 @@
-"""Cases for the vendor's operators, beside those of the list that they serve."""
+"""Cases for the vendor's operators, besides those of the list that they serve."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MORE: list[Case] = [
     KvCacheCase(name="vendor-int8-leftpad", cache_seqlens=(30, 200, 77), leftpad=(30, 7, 70), stored="int8"),
     KvCacheCase(name="vendor-int8-leftpad-pages", cache_seqlens=(30, 200, 77), leftpad=(30, 7, 70), page_block_size=64,
                 stored="int8"),
-    *(  # bfloat16 alone
+    *(  # only bfloat16
         KvCacheCase(name=f"vendor-int8-queries-{q}-{left}-{right}", seqlen_q=q, seqlen_new=q, cache_seqlens=(0, 9, 77),
                     nheads=4, nheads_k=1, window=(left, right), stored="int8")
         for q, left, right in ((13, -1, 0), (16, 5, 3), (2, -1, -1))

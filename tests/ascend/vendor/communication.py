@@ -13,18 +13,18 @@ from torch import Tensor
 from ascend.vendor.reference import require, require_none
 
 _registered: list[torch.library.Library] = []
-_groups: dict[str, Any] = {}  # what adds up: all_reduce(partial) -> Tensor
+_groups: dict[str, Any] = {}  # objects that add up: all_reduce(partial) -> Tensor
 
 
 def register() -> None:
-    """Under the schema of the torch_npu that is imported."""
+    """Registers the operator under the schema of the imported torch_npu."""
     library = torch.library.Library("npu", "IMPL", "CPU")
     library.impl("npu_mm_all_reduce_base", npu_mm_all_reduce_base)
     _registered.append(library)  # it unregisters when it is collected
 
 
 class _Group:
-    """Ranks that are threads: adds up what they bring, once all of them have brought something."""
+    """A group whose ranks are threads: adds up their tensors once all have given one."""
 
     def __init__(self, num_ranks: int) -> None:
         self._met = threading.Barrier(num_ranks, timeout=30.0)
@@ -46,7 +46,7 @@ def name_group(name: str, group: Any) -> None:
 
 
 def on_ranks(num_ranks: int, work: Callable[[int, str], Any]) -> list[Any]:
-    """What work(rank, communicator) returns on every rank of a new group."""
+    """The results of work(rank, communicator) on every rank of a new group."""
     name = f"group of {num_ranks}"
     name_group(name, _Group(num_ranks))
     with ThreadPoolExecutor(num_ranks) as ranks:

@@ -1,4 +1,4 @@
-"""A backend that knows nothing but the vendor's operators, for the list of cases."""
+"""A backend that uses only the vendor's operators, for the list of cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class VendorBackend(AscendBackend):
 
 
 class VendorEngine(RegisteredEngine):
-    """The backend above."""
+    """The engine of the backend above."""
 
     @property
     def registered(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ def import_torch_npu() -> None:
     spec = importlib.util.find_spec("torch_npu")
     assert spec is not None
     assert spec.origin is not None
-    if "ASCEND_HOME_PATH" not in os.environ:  # which CANN sets
+    if "ASCEND_HOME_PATH" not in os.environ:  # CANN sets it
         acl_stub.load(Path(spec.origin).parent)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch_npu's, none of them about us

@@ -1,4 +1,4 @@
-"""Cases whose gradients the vendor's operators compute, and what is right for them."""
+"""Cases whose gradients the vendor's operators compute, and their right results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _differentiated(problem: Problem, case: Case) -> Problem:
 
 
 def weights_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What out is weighted by in the sum that is differentiated."""
+    """The weights of out in the sum that is differentiated."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(1)).to(dtype)
 
 

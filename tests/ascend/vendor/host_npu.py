@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-# What makes memory or describes it: torch_npu does this without computing.
+# Operators that allocate or describe memory: torch_npu runs them without computing.
 _KEPT = {"empty", "empty_strided", "empty_like", "new_empty_strided", "resize_", "resize_as_", "set_", "record_stream",
          "is_pinned", "is_set_to", "_pin_memory", "_copy_from_and_resize", "as_strided", "view", "_reshape_alias",
          "squeeze", "unsqueeze", "unfold", "view_as_real", "view_as_complex"}  # fmt: skip
@@ -45,7 +45,7 @@ def install() -> None:
             if space not in libraries or base in _KEPT or (space == "npu" and base not in _OF_THE_VENDOR):
                 continue
             operator = getattr(getattr(getattr(torch.ops, space), base, None), overload or "default", None)
-            if operator is not None:  # torch_npu also names some that nobody has declared
+            if operator is not None:  # torch_npu also names some that are not declared
                 function = own.get(base) or functools.partial(_call, operator)
                 libraries[space].impl(rest, function, "PrivateUse1", allow_override=True)
         # torch_npu's goes from autograd to CANN without another operator.
@@ -65,7 +65,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def _call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """What `operator` returns for tensors on npu."""
+    """The result of `operator` for tensors on npu."""
     _check_devices(operator, args)
     schema = operator._schema
     outs = [each.name for each in schema.arguments if each.kwarg_only and each.alias_info is not None]
@@ -86,7 +86,7 @@ def _call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_devices(operator: OpOverload, args: tuple[Any, ...]) -> None:
-    """Raises for tensors of the CPU that an NPU would not take. It takes numbers, and indices."""
+    """Raises for tensors of the CPU that an NPU would not take. It takes tensors without axes, and indices."""
     name = operator._schema.name.partition("::")[2]
     if name in ("copy_", "_to_copy", "_foreach_copy_") or name.startswith(("index", "_index")):
         return

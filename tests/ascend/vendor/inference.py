@@ -19,7 +19,7 @@ _UNUSED = ("pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "qua
 
 
 def register() -> None:
-    """Under the schema of the torch_npu that is imported."""
+    """Registers the operator under the schema of the imported torch_npu."""
     library = torch.library.Library("npu", "IMPL", "CPU")
     library.impl("npu_fused_infer_attention_score", npu_fused_infer_attention_score)
     _registered.append(library)  # it unregisters when it is collected

@@ -1,4 +1,4 @@
-"""Which operators of torch_npu were called, with which arguments."""
+"""Records which operators of torch_npu were called, with which arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Recorded(NamedTuple):
 
     @property
     def mapping(self) -> tuple[str, str, int, str]:
-        """(operator, layout, sparse_mode, what else is worth telling apart), for sets of them."""
+        """(operator, layout, sparse_mode, other distinctions), to be compared as sets."""
         given = self.arguments
         told = {
             "int8": given["key"].dtype is torch.int8,
@@ -60,10 +60,10 @@ class Recorder(TorchDispatchMode):
 
 
 def on_meta(value: Any) -> Any:
-    """The same argument without numbers."""
+    """The same argument on the meta device, without values."""
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def shapes(results: tuple[Any, ...]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Of the tensors among the results that are not reserved, which have no elements."""
+    """Dtypes and shapes of result tensors, without reserved ones, which have no elements."""
     return [(each.dtype, tuple(each.shape)) for each in results if isinstance(each, Tensor) and each.numel()]

@@ -1,6 +1,6 @@
 """Attention of one sequence, as the vendor documents the two operators: in float64, with masks that are True = hidden.
 
-Written from the documentation of torch_npu and CANN, and from nothing of ours.
+It follows the documentation of torch_npu and CANN, and uses none of our code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Rows(NamedTuple):
 
     out: Tensor  # (queries, heads, headdim_v)
     maximum: Tensor  # (heads, queries), of the scaled scores and the sink
-    total: Tensor  # (heads, queries), of exp(score - maximum), the sink's too
+    total: Tensor  # (heads, queries), of exp(score - maximum), including the sink
     empty: Tensor  # bool (queries,): no key is visible
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises what an operator raises for arguments it does not take."""
+    """Raises the error of an operator for wrong arguments."""
     if not condition:
         raise RuntimeError(f"the operator does not take this: {message}")
 
@@ -79,7 +79,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, sink: 
 
 
 def check_common(query: Tensor, key: Tensor, value: Tensor, heads: int, heads_k: int, given_heads: int) -> None:
-    """What both operators ask of their tensors. heads, heads_k: of query and key; given_heads: as an argument."""
+    """Checks that both operators make. heads, heads_k: heads of query and key; given_heads: the argument."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         require(tensor.is_contiguous(), f"{name} is not contiguous")
         require(tensor.numel() > 0, f"{name} of shape {tuple(tensor.shape)} is empty")
@@ -89,13 +89,13 @@ def check_common(query: Tensor, key: Tensor, value: Tensor, heads: int, heads_k:
 
 
 def require_none(**arguments: object) -> None:
-    """Arguments that our dispatch has no use for."""
+    """Checks that arguments that our dispatch does not use are None."""
     for name, value in arguments.items():
         require(value is None, f"{name} is not part of these tests")
 
 
 def spans(ends: Sequence[int], tokens: int) -> list[slice]:
-    """Sequences from cumulative lengths, in which the first sequence ends at the first number."""
+    """Sequences from cumulative lengths, the first of which is the end of the first sequence."""
     starts = [0, *ends[:-1]]
     require(all(start <= end for start, end in zip(starts, ends, strict=True)), f"lengths {ends} must not decrease")
     require(len(ends) > 0 and ends[-1] == tokens, f"lengths {ends} must end at {tokens} tokens")

@@ -1,4 +1,4 @@
-"""What is handed to the operators: against the real schemas and shape inference, and what must never be handed over."""
+"""Arguments of the operators: against the real schemas and shape inference, and calls that must never be made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ skip_without_torch_npu()
 
 @functools.cache
 def calls() -> dict[str, Recorded]:
-    """The one call of an operator, if any, that each case comes to."""
+    """The single call of an operator, if any, that each case makes."""
     made = {}
     for case, dtype in runs(torch.float16):
         problem, inputs = build_call(case, dtype).prepare()
@@ -144,7 +144,8 @@ def test_only_caches_that_lie_in_another_way_are_copied(
 
 def test_lengths_are_ends_without_the_leading_zero() -> None:
     given = calls()["varlen"].arguments
-    # Of (1, 40, 0, 3, 130, 17) queries and (9, 33, 5, 0, 130, 64) keys: without the sequences that lack either.
+    # The lengths are (1, 40, 0, 3, 130, 17) queries and (9, 33, 5, 0, 130, 64) keys, without sequences that lack
+    # either.
     assert given["actual_seq_qlen"] == [1, 41, 171, 188]
     assert given["actual_seq_kvlen"] == [9, 42, 172, 236]
 

@@ -1,4 +1,4 @@
-"""Gradients by the vendor's operator: their numbers, as it is documented, and the calls that are made for them."""
+"""Gradients by the vendor's operator: their values, as it is documented, and the calls that are made for them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_explain_says_who_computes_the_gradients() -> None:
 
 @functools.cache
 def calls() -> dict[str, list[Recorded]]:
-    """The calls of operators that each case comes to."""
+    """The calls of operators that each case makes."""
     made = {}
     for case, dtype in gradient_runs(torch.float16):
         problem, inputs = prepared(case, dtype)
@@ -170,7 +170,7 @@ def test_the_real_shape_inference_agrees() -> None:
 
 
 def explicit(call: Recorded) -> dict[str, Any]:
-    """The arguments that are not those of the schema by default."""
+    """The arguments that differ from the defaults of the schema."""
     defaults = {argument.name: argument.default_value for argument in call.operator._schema.arguments}
     given = call.arguments.items()
     return {name: value for name, value in given if isinstance(value, Tensor) or value != defaults[name]}

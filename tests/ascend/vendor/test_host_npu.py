@@ -1,4 +1,4 @@
-"""The device npu in host memory does what tests on it rely on."""
+"""The device npu in host memory behaves as tests on it need."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""int8 caches on torch_npu's operator: what is handed over, what is refused, and whose scales are copied.
+"""int8 caches on torch_npu's operator: its arguments, refusals, and copies of scales.
 
-Their numbers are those of the list of cases, in test_conformance.py.
+Their results are tested by the list of cases, in test_conformance.py.
 """
 
 from __future__ import annotations

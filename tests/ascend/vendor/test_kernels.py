@@ -1,4 +1,4 @@
-"""The kernels that stand for the vendor's refuse, or spoil, what the vendor does not define."""
+"""The kernels that replace the vendor's refuse what the vendor does not define, or give NaN for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models of Transformers on the device npu compute what eager attention computes on a CPU; who serves which call.
+"""Models of Transformers on the device npu agree with eager attention on a CPU, by the expected implementations.
 
-The device is that of host_npu.py. The ascend backend is the registered one, but for the launches of our kernels, which
-executor.py runs on the CPU.
+The device is that of host_npu.py. The ascend backend is the registered one, except that executor.py runs our kernels on
+the CPU.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @functools.cache
 def on_npu(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model with fast_attention, on the device. Shared by all tests: leave it as it is."""
+    """The model with fast_attention, on the device. Shared by all tests: do not change it."""
     return copy.deepcopy(pair(name).fast).to("npu", dtype)
 
 
 def steps(model: Any, side: str, cache: str, served: Counter[str] | None = None) -> tuple[Tensor, list[set[str]]]:
-    """Logits of all STEPS on one cache, and who served each of them."""
+    """Logits of all STEPS on one cache, and the implementation that served each of them."""
     ids, seen, past = prompts().to(model.device), padding_mask(side).to(model.device), make_cache(cache, model)
     logits, servers = [], []
     for index, count in enumerate(STEPS):
@@ -99,11 +99,11 @@ def steps(model: Any, side: str, cache: str, served: Counter[str] | None = None)
 
 
 def who_serves(name: str, side: str, cache: str, dtype: torch.dtype) -> list[set[str]]:
-    """Who must serve each of STEPS."""
+    """The implementations that must serve each of STEPS."""
     ours, vendor = {"triton"}, {"vendor"}
     if name == "gemma2":  # the operators have no softcap, and our kernels no mask tensors, which this window needs
         return [ours, {"triton", "sdpa"} if side == "right" else ours, ours, ours]
-    if side == "left":  # keys are read where they lie, behind the padding
+    if side == "left":  # keys are read in place, after the padding
         return [vendor, ours, ours, ours]
     # The operator that reads a cache has no float32.
     decoding = ours if (side, cache, dtype) == ("none", "static", torch.float32) else vendor
@@ -217,7 +217,7 @@ def test_fast_attention_cache_is_refused_without_a_device() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_pages_of_fast_attention_cache_are_served(name: str, served: Counter[str]) -> None:
-    """With a device of its own, and a budget in which everything fits."""
+    """The cache has a device of its own, and a budget in which everything fits."""
     device = FakeDevice(torch_device=torch.device("npu", 0))
     arguments = {"kv_budget": LARGE, "cpu_memory": LARGE, "hardware": SLOW, "page_size": 4, "device": device}
     cache = FastAttentionCache(on_npu(name).config, **arguments)

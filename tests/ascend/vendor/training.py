@@ -14,7 +14,7 @@ _registered: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Under the schema of the torch_npu that is imported."""
+    """Registers the operator under the schema of the imported torch_npu."""
     library = torch.library.Library("npu", "IMPL", "CPU")
     library.impl("npu_fusion_attention", npu_fusion_attention)
     _registered.append(library)  # it unregisters when it is collected
@@ -85,7 +85,7 @@ def _sequence(
     mode, atten_mask, pre_tokens, next_tokens = mask
     hidden = hidden_keys(len(q), len(k), mode, atten_mask, pre_tokens, next_tokens)
     rows = attend(q, k, v, scale, hidden, sink)
-    # What comes out of rows without keys is not documented; these numbers must not be found in a result.
+    # The results of rows without keys are not documented; these values must not occur in our results.
     rows.out[rows.empty] = 1e4
     rows.maximum[:, rows.empty] = 1e4
     return rows

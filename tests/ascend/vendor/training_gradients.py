@@ -14,14 +14,14 @@ _registered: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Under the schema of the torch_npu that is imported."""
+    """Registers the operator under the schema of the imported torch_npu."""
     library = torch.library.Library("npu", "IMPL", "CPU")
     library.impl("npu_fusion_attention_grad", npu_fusion_attention_grad)
     _registered.append(library)  # it unregisters when it is collected
 
 
 class Sequences(NamedTuple):
-    """Tensors of one sequence: (tokens, heads, headdim); of the statistics (heads, queries)."""
+    """Tensors of one sequence: (tokens, heads, headdim); statistics: (heads, queries)."""
 
     q: Tensor
     k: Tensor
@@ -157,7 +157,7 @@ def _sequence(
     delta = (dy * out).sum(-1, keepdim=True)
     grad_scores = weights * (dy @ v.mT - delta) * scale
     grad_q = grad_scores @ k
-    # What comes out of rows without keys is not documented; this number must not be found in a result.
+    # The results of rows without keys are not documented; this value must not occur in our results.
     grad_q[:, empty] = 1e4
     of_heads = (grad_scores.mT @ q, weights.mT @ dy)
     grad_k, grad_v = (each.unflatten(0, (-1, group)).sum(1) for each in of_heads)

@@ -4,9 +4,9 @@
     cd tests && nice ../.venv/bin/python -m integrations.sweep llama t5  # these types, again
 
 tiny.py      builds a tiny model of a type from its default configuration, and inputs for it
-checks.py    what is computed with both kinds of attention, and compared
-results.py   what came out: results.json, from which scripts/write_model_types.py makes a page of the documentation
+checks.py    computations with both kinds of attention, compared
+results.py   results.json, from which scripts/write_model_types.py makes a page of the documentation
 __main__.py  runs types one by one and records each
 
-Types come from Transformers' own lists, so that new ones are picked up by themselves.
+Types come from Transformers' own lists, so that new ones are picked up automatically.
 """

@@ -1,4 +1,4 @@
-"""What is computed with eager attention and with fast_attention, and compared."""
+"""Computations with eager attention and with fast_attention, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from integrations.models import make_cache
 from .tiny import BATCH_SIZE, LENGTH, Tiny, floats, limited
 
 PADDINGS = ("none", "left", "right", "both")
-CLOSE = 2e-5  # of the largest number; what differs by more is compared with float64
+CLOSE = 2e-5  # of the largest value; larger differences are compared with float64
 ROUNDING = 10  # times eager attention's own largest error; a wrong mask shows by thousands
-NEGLIGIBLE = 1e-2  # gradients that are 0 but for rounding are compared with others
+NEGLIGIBLE = 1e-2  # gradients that are 0 up to rounding are compared relative to others
 Result = list[Tensor]
 Computation = Callable[[Any, Tiny], Result]
 
 
 class EagerFailsError(Exception):
-    """Nothing to compare with."""
+    """Eager attention fails, so there is nothing to compare with."""
 
 
 def padding(side: str) -> Tensor | None:
@@ -59,14 +59,14 @@ def forward(side: str) -> Computation:
             outputs = floats(model(**_given(model, tiny, side)))
         if mask is None:
             return outputs
-        # What has another length is of the decoder, or of the whole sequence.
+        # Outputs of another length belong to the decoder, or to the whole sequence.
         return [one[mask.bool()] if one.shape[:2] == mask.shape else one for one in outputs]
 
     return compute
 
 
 def generation(side: str, num_beams: int = 1, **given: Any) -> Computation:
-    """Logits of every step until tokens differ, which is for `_difference` to find; tokens come first."""
+    """Tokens, then logits of every step. `_difference` compares them until tokens differ."""
 
     def compute(model: Any, tiny: Tiny) -> Result:
         inputs = {name: value for name, value in _given(model, tiny, side).items() if name != "decoder_input_ids"}
@@ -101,7 +101,7 @@ def packing(model: Any, tiny: Tiny) -> Result:
 
 
 def gradients(side: str) -> Computation:
-    """Of all weights, for a loss of the real tokens."""
+    """Gradients of all weights, for a loss of the real tokens."""
 
     def compute(model: Any, tiny: Tiny) -> Result:
         model = copy.deepcopy(model)
@@ -119,7 +119,7 @@ def gradients(side: str) -> Computation:
 
 
 def checks_of(tiny: Tiny) -> dict[str, Computation]:
-    """The computations that a kind of model has."""
+    """The computations for a kind of model."""
     if tiny.eager.main_input_name != "input_ids":
         return {"forward": forward("none"), "gradients": gradients("none")}
     found: dict[str, Computation] = {f"padding {side}": forward(side) for side in PADDINGS}
@@ -179,7 +179,7 @@ def _compare(name: str, tiny: Tiny, fast: Any, compute: Computation) -> str:
 
 
 def _with_sdpa(tiny: Tiny, compute: Computation) -> Result:
-    """A third opinion; empty from models that have no SDPA."""
+    """Results with SDPA; empty for models that have none."""
     model = copy.deepcopy(tiny.eager)
     try:
         with limited():
@@ -190,7 +190,7 @@ def _with_sdpa(tiny: Tiny, compute: Computation) -> Result:
 
 
 def _rounding(tiny: Tiny, compute: Computation) -> float:
-    """What the error that eager attention makes in float32 allows. Without padding: in float64 that becomes NaN."""
+    """The tolerance from eager attention's own error in float32, without padding, which becomes NaN in float64."""
     try:
         with limited():
             return ROUNDING * _difference(compute(tiny.eager, tiny), compute(copy.deepcopy(tiny.eager).double(), tiny))
@@ -199,9 +199,9 @@ def _rounding(tiny: Tiny, compute: Computation) -> float:
 
 
 def _difference(found: Result, expected: Result) -> float:
-    """The largest one, as a part of the largest number of its tensor, or of NEGLIGIBLE of that of all tensors.
+    """The largest difference, relative to the largest value of its tensor, or to NEGLIGIBLE times that of all tensors.
 
-    Logits of a step are compared for texts that are still the same.
+    Logits of a step are compared only for texts that are still the same.
     """
     if len(found) != len(expected):
         return torch.inf
@@ -227,7 +227,7 @@ def _difference(found: Result, expected: Result) -> float:
 
 @contextmanager
 def _counted() -> Iterator[list[str]]:
-    """Which layers called fast_attention."""
+    """Records which layers called fast_attention."""
     mapping: Any = AttentionInterface._global_mapping
     attend, calls = mapping["fast_attention"], []
 

@@ -1,4 +1,4 @@
-"""What the sweep found, in results.json: of each type, with the versions it was found with."""
+"""The results of the sweep, in results.json: by type, with the versions of the packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATH = Path(__file__).with_name("results.json")
 
 
 def versions() -> dict[str, str]:
-    """Of what results depend on."""
+    """Versions of the packages that results depend on."""
     return {"transformers": transformers.__version__, "torch": torch.__version__}
 
 
@@ -23,7 +23,7 @@ def read() -> dict[str, Any]:
 
 
 def write(types: dict[str, Any]) -> None:
-    """Writes all results, by name, with the versions of now."""
+    """Writes all results, by name, with current versions."""
     ordered = {name: types[name] for name in sorted(types)}
     temporary = PATH.with_suffix(".tmp")
     temporary.write_text(json.dumps({"versions": versions(), "types": ordered}, indent=1) + "\n", encoding="utf-8")
@@ -31,5 +31,5 @@ def write(types: dict[str, Any]) -> None:
 
 
 def is_failure(result: dict[str, Any]) -> bool:
-    """Whether a type ended in other numbers, or in an exception that is not ours."""
+    """Whether a type gave other values, or an exception that is not ours."""
     return any(said.startswith(("error", "differs")) for said in result.get("checks", {}).values())

@@ -1,4 +1,4 @@
-"""scripts/write_model_types.py: the page says of each type what the sweep found."""
+"""scripts/write_model_types.py: the page agrees with the sweep for each type."""
 
 from __future__ import annotations
 

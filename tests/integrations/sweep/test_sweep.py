@@ -1,4 +1,4 @@
-"""Every model type of Transformers gives what it gives with eager attention, or refuses; and the sweep can tell."""
+"""Every model type of Transformers gives the results of eager attention, or refuses; the sweep detects both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _quiet() -> Iterator[None]:
 @deep
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type_is_served_or_refused(model_type: str) -> None:
-    """New types are in the list as soon as Transformers has them."""
+    """The list includes new types of Transformers automatically."""
     result = sweep(model_type)
     assert not results.is_failure(result), result
 

@@ -19,11 +19,11 @@ from integrations.models import VOCABULARY, sharpen
 
 BATCH_SIZE, LENGTH = 3, 11
 SECONDS = 30  # for one computation
-LARGEST = 40_000_000  # parameters of what is still called tiny
+LARGEST = 40_000_000  # most parameters of a tiny model
 HEADS, HEADDIM = 4, 16
 EXPERTS = {"experts_implementation": "eager"}  # which runs in float64
 
-# A type's class is that of the first list that has it, with what it is given.
+# A type's class comes from the first list that has it, with its kind of inputs.
 LISTS = {
     "MODEL_FOR_CAUSAL_LM_MAPPING": "decoder",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING": "encoder-decoder",
@@ -32,8 +32,9 @@ LISTS = {
     "MODEL_MAPPING": "base",
 }
 
-# Dimensions by the names that configurations have for them. Only those are set that a default configuration has as a
-# number, so that a name of another meaning does little harm: what does not run in eager attention is tried otherwise.
+# Dimensions by the names that configurations have for them. Only those that are numbers in a default configuration are
+# set, so that a name with another meaning does little harm. Configurations that fail with eager attention are tried in
+# other ways.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _WIDTHS = dict.fromkeys(
     (
@@ -96,7 +97,7 @@ _VOCABULARIES = (
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """TimeoutError after SECONDS."""
+    """Raises TimeoutError after SECONDS."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} seconds")
@@ -110,7 +111,7 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# What the sizes below cannot say, by type.
+# Settings that the sizes below cannot express, by type.
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -133,11 +134,11 @@ _MORE: dict[str, dict[str, Any]] = {
 
 
 class CannotBuildError(Exception):
-    """Why a type has no tiny model: eager attention fails as well, or it is not given what it needs."""
+    """A type has no tiny model: eager attention fails as well, or the sweep lacks its inputs."""
 
 
 class Tiny(NamedTuple):
-    """A model with eager attention and one with fast_attention is made of this."""
+    """A tiny model, to be used with eager attention and with fast_attention."""
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
@@ -146,11 +147,11 @@ class Tiny(NamedTuple):
     padding_token: int = 0  # where a mask has padding
 
     def inputs(self) -> dict[str, Tensor]:
-        """What the model is given without a mask."""
+        """The inputs of the model, without a mask."""
         return inputs_of(self.eager, self.kind)
 
     def fast(self) -> Any:
-        """The model with fast_attention, and the weights of the other."""
+        """The model with fast_attention and the same weights."""
         torch.manual_seed(0)
         config = copy.deepcopy(self.config)
         model = self.model_class._from_config(config, attn_implementation="fast_attention", **EXPERTS).eval()
@@ -159,7 +160,7 @@ class Tiny(NamedTuple):
 
 
 def model_types() -> list[str]:
-    """All that have a model, decoders first."""
+    """All types that have a model, decoders first."""
     return list(dict.fromkeys(name for mapping in LISTS for name in getattr(modeling_auto, f"{mapping}_NAMES")))
 
 
@@ -172,8 +173,8 @@ def build(model_type: str) -> Tiny:
         try:
             with limited():
                 return _attempt(mapping, _config(config_class, sizes, nones))
-        except Exception as error:  # whatever Transformers raises: the next attempt is another configuration
-            reason = re.sub(r" from '[^']*'", "", " ".join(str(error).split()))  # where a module lies
+        except Exception as error:  # Transformers may raise anything; the next attempt uses another configuration
+            reason = re.sub(r" from '[^']*'", "", " ".join(str(error).split()))  # the path of a module
             reasons.append(f"{type(error).__name__}: {reason}"[:160])
     raise CannotBuildError("; ".join(dict.fromkeys(reasons)))
 
@@ -221,7 +222,7 @@ def floats(outputs: Any) -> list[Tensor]:
 
 
 def _attempts() -> Iterator[tuple[dict[str, int], bool]]:
-    """Sizes to try, and whether for what is None by default as well: the smallest first, larger ones later."""
+    """Sizes to try, smallest first, and whether they replace default values of None too."""
     everything = {**_WIDTHS, **_INNER, **_HEADDIMS, **_OTHERS, **_HEADS, **_DEPTHS}
     yield everything, False
     yield {**everything, **dict.fromkeys(_GROUPS, 2)}, True

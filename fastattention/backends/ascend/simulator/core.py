@@ -2,7 +2,7 @@
 
 A stage waits for its inputs and for the buffers that it fills, never for the stage before it. So the stages of the Cube
 overlap as far as the two halves of L0A, L0B and L0C allow, and those of the Vector units as far as their buffers do.
-The two Vector units take half of the rows each and do the same at the same time: one stands for both. Cube and Vector
+The two Vector units take half of the rows each and work in step, so one is simulated for both. Cube and Vector
 units share the core's two ports to the L2 cache.
 """
 
@@ -41,7 +41,7 @@ After = tuple[Operation, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the time of a row block depends on, beside the number of its tiles. Hashable."""
+    """Everything that the time of a row block depends on, besides the number of its tiles. Hashable."""
 
     chip: Chip
     tiling: Tiling
@@ -61,7 +61,7 @@ class Unit:
         return self._add(Operation(self.name, pipe, stage, tile, cycles, after=after))
 
     def read(self, stage: str, tile: int, size: float, after: After, rate: float | None = None) -> Operation:
-        """A transfer into the unit. rate: of its source, if that is slower than the port."""
+        """A transfer into the unit. rate: that of the source, if it is slower than the port."""
         limit = self.setting.memory.read if rate is None else rate
         return self._add(Operation(self.name, "MTE2", stage, tile, size, limit, READ, after))
 
@@ -82,7 +82,7 @@ class Unit:
 
 
 class VectorUnits(Unit):
-    """Both Vector units of a core. Transfers are of both, arithmetic is of one."""
+    """Both Vector units of a core. Transfers are counted for both, arithmetic for one."""
 
     def __init__(self, setting: Setting, operations: list[Operation]) -> None:
         super().__init__(VECTOR, setting, operations)

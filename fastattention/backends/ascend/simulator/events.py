@@ -1,8 +1,8 @@
 """The event model: pipes that run their operations in order, and transfers that share the paths to the L2 cache.
 
 An operation starts when its pipe is free and everything that it waits for has ended. It has an amount, cycles of a unit
-or bytes of a transfer, and a rate at which it goes when nobody else asks. Where transfers ask together for more than a
-path has, each gets the same share of what it asked for. That is all; core.py says which operations a core has.
+or bytes of a transfer, and a rate at which it goes when no other transfer asks. Where transfers ask together for more
+than a path has, each gets the same share of what it asked for. core.py says which operations a core has.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-ROUNDING = 1e-9  # of an amount: what rounding leaves of an operation that has ended
+ROUNDING = 1e-9  # share of an amount that may remain, by rounding, of an operation that has ended
 
 
 class Path(IntEnum):
-    """What transfers share, in the order in which it limits them."""
+    """The paths that transfers share, in the order in which they limit them."""
 
     IN = 0  # the port into the core
     OUT = 1  # the port out of it
@@ -34,10 +34,10 @@ class Operation:
     stage: str  # "QK", "softmax", "PV", "O update", "flag", ...
     tile: int  # which score tile of the row block
     amount: float  # cycles, or bytes of a transfer
-    rate: float = 1.0  # of it in a cycle, when nobody else asks
+    rate: float = 1.0  # amount done in a cycle, when no other transfer asks
     paths: tuple[Path, ...] = ()
     after: tuple[Operation, ...] = ()
-    latency: float = 0.0  # cycles from its end until others notice
+    latency: float = 0.0  # cycles from its end until other units see it
     start: float = 0.0
     end: float = 0.0
     waits_for: int = field(default=0, repr=False)
@@ -79,7 +79,7 @@ def run(operations: Iterable[Operation], capacity: Mapping[Path, float]) -> floa
 
 
 def _start(waiting: list[deque[Operation]], running: list[Operation], left: list[float], now: float) -> float:
-    """Start what can start on pipes that are free; returns when the next can that has to wait for a latency alone."""
+    """Start operations on free pipes. Returns when the next can start that only waits for a latency."""
     wake = math.inf
     for queue in waiting:
         if not queue or queue[0].waits_for or queue[0] in running:
@@ -102,7 +102,7 @@ def _end(operation: Operation, waiting: list[deque[Operation]], now: float) -> N
 
 
 def shared_rates(asked: Iterable[tuple[float, tuple[Path, ...]]], capacity: Mapping[Path, float]) -> list[float]:
-    """At what rate operations go that ask for a rate on some paths: scaled down on each path that has less."""
+    """The rates of operations that ask for a rate on some paths: scaled down on each path that has less."""
     rates, paths = zip(*asked, strict=True) if asked else ((), ())
     shared = list(rates)
     for path in Path:
@@ -115,7 +115,7 @@ def shared_rates(asked: Iterable[tuple[float, tuple[Path, ...]]], capacity: Mapp
 
 
 class Buffer:
-    """So many slots, used in turn. Whoever fills one waits for whatever released it."""
+    """A number of slots, used in turn. An operation that fills one waits for the operations that released it."""
 
     def __init__(self, num_slots: int) -> None:
         self._releases: deque[tuple[Operation, ...]] = deque([()] * num_slots)

@@ -22,7 +22,7 @@ class AblationStep:
 
     name: str
     prediction: ChipPrediction
-    gain: float  # over the step before; 1.0 of the first
+    gain: float  # over the step before; 1.0 for the first
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def unified_tiling(workload: SimulatedCall, chip: Chip) -> Tiling:
     """FlashAttention as on a GPU: one small tile for both units, handed over each time, nothing computed ahead.
 
     UNIFIED_TILE or, where that does not fit the Vectors' buffers in one piece, the largest square tile that does; not
-    more rows than there are. Written by hand, as the kernels are that it stands for.
+    more rows than there are. It counts as written by hand, like the kernels that it stands for.
     """
     for size in (UNIFIED_TILE, UNIFIED_TILE // 2, UNIFIED_TILE // 4, UNIFIED_TILE // 8):
         rows = min(size, padded(workload.num_rows))

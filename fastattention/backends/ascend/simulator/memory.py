@@ -1,4 +1,4 @@
-"""What one core gets of the paths that cores share, from the number of cores that are busy."""
+"""The rates that one core gets on paths that cores share, by the number of busy cores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fastattention.backends.ascend.simulator.events import Path
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes a cycle of one core: its Cube and its Vector units together."""
+    """Rates of one core in bytes a cycle, of its Cube and its Vector units together."""
 
-    queries: float  # reading them
-    keys: float  # and values
+    queries: float  # for reading queries
+    keys: float  # for reading keys and values
     mask: float
     read: float  # of the port into the core
     write: float  # of the port out of it
@@ -24,15 +24,15 @@ class Memory:
 
     @property
     def capacity(self) -> Mapping[Path, float]:
-        """Of each path."""
+        """The rate of each path."""
         return {Path.IN: self.read, Path.OUT: self.write, Path.MEMORY: self.first_write, Path.L2: self.l2}
 
 
 def rate(chip: Chip, busy_cores: int, sharers: float) -> float:
-    """Reading what memory holds, when `sharers` cores read the same at the same time: one fetches, the rest hit.
+    """The rate of reads from memory when `sharers` cores read the same at the same time: one fetches, others hit.
 
-    Bytes a cycle. Everybody fetches a share of what all of them need, so that each byte costs a core its part of a
-    fetch and otherwise a hit.
+    Bytes a cycle. Each core fetches an equal share of what all of them need. So a byte costs a core its part of a
+    fetch, and otherwise a hit.
     """
     fetched = 1.0 / max(sharers, 1.0)
     cycles = fetched / chip.memory_rate(busy_cores) + (1.0 - fetched) / chip.l2_read_rate
@@ -40,10 +40,10 @@ def rate(chip: Chip, busy_cores: int, sharers: float) -> float:
 
 
 def cached(chip: Chip, costs: Costs, busy_cores: int = 1) -> Memory:
-    """Everything is in the L2 cache. Cores do the same at the same time, so that each gets an equal share of it.
+    """The rates when everything is in the L2 cache. Cores work in step, so each gets an equal share of its rate.
 
-    A share that is more than a core can ask for is no limit: it is cut, so that numbers of cores that do not differ
-    make the same Memory.
+    A share above what a core can ask for is no limit. It is clamped, so that core counts that make no difference give
+    the same Memory.
     """
     read, write = chip.l2_read_rate, chip.l2_write_rate * costs.write_share
     l2, memory = (rate / (chip.clock_hz * busy_cores) for rate in (chip.l2_bytes_per_second, chip.hbm_bytes_per_second))

@@ -1,9 +1,9 @@
 """Published latencies of Ascend chips that validate the model. No constant was fitted to them.
 
 headdim 128 in float16 without a mask. Microseconds of whole kernels, as published beside the vendor's open attention
-kernel, whose tiles are 128 queries by 256 keys. The vendor's fused operator behind torch_npu is shown for comparison:
-it has tiles and a schedule of its own. Predictions of whole chips were committed before they were compared, but the
-measurements were known when the model's structure was settled: docs/decisions/0068.
+kernel, whose tiles are 128 queries by 256 keys. The vendor's fused operator, which torch_npu calls, is shown for
+comparison: it has tiles and a schedule of its own. Predictions of whole chips were committed before they were compared,
+but the measurements were known when the model's structure was settled: docs/decisions/0068.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEASURED = {
     16384: Measured(909.0, 1118.0),
     32768: Measured(3263.0, 3646.0),
 }
-# What is asked of the model, and where it is off by more: launches of 17 microseconds differ by as much between hosts.
+# The accuracy asked of the model, and shapes where it misses it: launches of 17 us differ by as much between hosts.
 ALLOWED_ERROR, ALLOWED_AT_1K = 0.12, 0.17
 # Few row blocks, one a core: (seqlen_q, seqlen_k) -> microseconds on two hosts with a 910B2, of a version of the open
 # kernel that is launched from PyTorch, the average of many runs. Shapes of one or two cores are judged.
@@ -65,7 +65,8 @@ FEW_CORES = {
     (2048, 4096): (59.690, 58.43),
     (2048, 8192): (107.780, 100.93),
 }
-# 12 heads that share one key head, on a die of an A3. Which of the dies with 24 cores is not told: there are two kinds.
+# 12 heads that share one key head, on a die of an A3. There are two kinds of dies with 24 cores, and the source does
+# not say which.
 A3 = {32768: 37_600.0, 65536: 149_600.0, 131072: 600_000.0}
 A3_DIES = ("910_9382", "910_9392")
 MEASURED_CHIP = CHIPS["910B2"]
@@ -75,8 +76,8 @@ MEASURED_TILING = Tiling(PUBLISHED_TILE[0], PUBLISHED_TILE[1], 16, preload=5, mu
 # It has a workspace for each row block, eight tiles long, and the program that times whole chips launches it once, with
 # memory just allocated. So the first eight tiles of every row block write what the cache does not hold.
 MEASURED_COSTS = replace(DEFAULT_COSTS, first_writes=8)
-PAPER_TFLOPS = 238.2  # the paper's peak on a 910B, of which neither SKU, length nor tiles are told
-PAPER_GAIN = 10.7  # its best over standard attention, of which no more is told either
+PAPER_TFLOPS = 238.2  # the paper's peak on a 910B, without its SKU, length or tiles
+PAPER_GAIN = 10.7  # its best over standard attention, without further details
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Validated:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the open kernel."""
+        """Error of the prediction, relative to the open kernel."""
         return self.prediction.seconds * 1e6 / self.measured.open_kernel - 1.0
 
     @property
@@ -109,12 +110,12 @@ class ValidatedFewCores:
 
     @property
     def cores(self) -> int:
-        """That are busy, with one row block each."""
+        """Busy cores, with one row block each."""
         return self.prediction.num_row_blocks
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of the prediction, relative to each host."""
+        """Errors of the prediction, relative to each host."""
         first, second = (self.prediction.seconds * 1e6 / measured - 1.0 for measured in self.measured)
         return first, second
 
@@ -125,7 +126,7 @@ def single_head(seqlen: int) -> SimulatedCall:
 
 
 def of_a3(seqlen: int) -> SimulatedCall:
-    """Likewise, of A3."""
+    """The problem that was measured on an A3."""
     return replace(single_head(seqlen), nheads=12)
 
 
@@ -138,7 +139,7 @@ def validate(tiling: Tiling = MEASURED_TILING, costs: Costs = MEASURED_COSTS) ->
 
 
 def validate_few_cores(tiling: Tiling = MEASURED_TILING) -> list[ValidatedFewCores]:
-    """Likewise for few busy cores, whose workspaces are in the cache: the kernel was launched many times."""
+    """The model for few busy cores, whose workspaces are in the cache: the kernel was launched many times."""
     return [
         ValidatedFewCores(
             seqlen_q,
@@ -164,7 +165,7 @@ def simulated_stages(chip: Chip = MEASURED_CHIP) -> dict[str, float]:
 
 
 def _stage_cycles(setting: Setting, do: Callable[[CubeUnit, VectorUnits], object]) -> float:
-    """Of the operations of a stage, apart from loads into L1, which were done before."""
+    """Cycles of the operations of a stage, apart from loads into L1, which were done before."""
     operations: list[Operation] = []
     do(CubeUnit(setting, operations), VectorUnits(setting, operations))
     for operation in operations:
@@ -174,5 +175,5 @@ def _stage_cycles(setting: Setting, do: Callable[[CubeUnit, VectorUnits], object
 
 
 def residuals() -> dict[str, float]:
-    """Of the simulated stages, relative to the published ones."""
+    """Errors of the simulated stages, relative to the published ones."""
     return {stage: cycles / PUBLISHED_STAGES[stage] - 1.0 for stage, cycles in simulated_stages().items()}

@@ -19,9 +19,10 @@ from fastattention.backends.ascend.simulator.workload import IntArray
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-# Tiles of the row blocks that are simulated, the long ones beside those with first writes. Longer ones go on in a line.
+# Tiles of the row blocks that are simulated; the long ones have those with first writes besides. Others are
+# interpolated or extrapolated linearly.
 SHORT_LENGTHS, LONG_LENGTHS = (1, 2, 4, 8), (12, 20)
-FEW_MASKED = 8  # tiles at the end of a row block: with more, their share of all tiles counts
+FEW_MASKED = 8  # tiles at the end of a row block; of more masked tiles, only their share of all tiles counts
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RowBlock:
 
 
 def row_block_operations(setting: Setting, num_tiles: int, num_masked: int = 0) -> list[Operation]:
-    """What a core does for a row block, in the order in which its units are told to; the last tiles are masked."""
+    """The operations of a core for a row block, in the order in which its units get them; the last tiles are masked."""
     operations: list[Operation] = []
     cube, vectors = CubeUnit(setting, operations), VectorUnits(setting, operations)
     ahead = setting.tiling.preload
@@ -74,10 +75,10 @@ def simulate(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock:
 
 
 def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list[tuple[RowBlock, FloatArray]]]]:
-    """What row blocks take, of each kind (tiles, masked tiles) in `kinds`, (number of kinds, 2).
+    """What row blocks of each kind (tiles, masked tiles) in `kinds`, (number of kinds, 2), take.
 
-    Some rows of `kinds` at a time, and simulated row blocks with a weight for each of these rows: what a kind takes is
-    their sum. Few short kinds are simulated as they are; of many, and of long ones, a few lengths are.
+    Yields some rows of `kinds` at a time, and simulated row blocks with a weight for each of these rows. A kind takes
+    their weighted sum. Few short kinds are all simulated. Of many kinds, or long ones, only a few lengths are.
     """
     tiles, masked = kinds.T
     lengths = np.array([*SHORT_LENGTHS, *(tiles + setting.costs.first_writes for tiles in LONG_LENGTHS)])
@@ -102,7 +103,7 @@ def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list
 
 
 def _distinct(numbers: IntArray) -> list[int]:
-    """Of small numbers, of which there may be many: quicker than numpy.unique."""
+    """The distinct values among many small ones; faster than numpy.unique."""
     found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
     return found
 
@@ -110,7 +111,7 @@ def _distinct(numbers: IntArray) -> list[int]:
 def _on_a_line(
     setting: Setting, tiles: IntArray, ends: list[int], most_masked: int
 ) -> list[tuple[RowBlock, FloatArray]]:
-    """Row blocks that differ in their number of tiles only: the line through two that are simulated."""
+    """Weights of row blocks that differ only in their number of tiles: the line through two that are simulated."""
     short, long = ends
     share = (tiles - short) / (long - short)
     return [
@@ -126,7 +127,7 @@ def _simulated(setting: Setting, num_tiles: int, num_masked: int) -> RowBlock:
 
 
 def row_block(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock:
-    """What so many tiles take: the one kind of `mixtures`."""
+    """What a row block of `num_tiles` takes, by `mixtures` of this one kind."""
     ((_, mixture),) = mixtures(setting, np.array([[num_tiles, num_masked]]))
     (block, weights), *others = mixture
     total = block.plus(block, float(weights[0]) - 1.0)
@@ -136,9 +137,9 @@ def row_block(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock
 
 
 def row_block_estimate(setting: Setting, num_tiles: int) -> float:
-    """Cycles of so many tiles, masked or not: few are simulated, and the rest go on at their pace.
+    """Cycles of `num_tiles` tiles, masked or not: a few are simulated, and the rest are extrapolated.
 
-    Coarse, and cheap enough to compare many tilings.
+    The estimate is coarse, and cheap enough to compare many tilings.
     """
     few = setting.tiling.preload + 3
     cycles = _simulated(setting, few, 0).cycles

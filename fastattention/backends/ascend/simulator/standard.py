@@ -19,35 +19,35 @@ GEMM_TILE = 256  # rows and columns of a result that a core computes while it re
 
 
 class StandardKind(enum.Enum):
-    """How many kernels there are between the two products."""
+    """How the work between the two products is divided into kernels."""
 
     FUSED_SOFTMAX = "three kernels"  # product and scale, mask and softmax, product
     EAGER = "eager"  # product, scale, mask, softmax into float32, conversion, product: a framework's own operations
 
 
 class _Kernel(NamedTuple):
-    """What a kernel does for each score, and beyond."""
+    """What a kernel does for each score, and in all."""
 
     read: float  # bytes a score
     written: float
-    passes: float = 0.0  # of the Vector units at their plain rate
+    passes: float = 0.0  # passes of the Vector units at their plain rate
     exponentials: float = 0.0
     products: float = 0.0  # multiplications and additions of the Cube a score
-    operand_bytes: float = 0.0  # read beside the scores, in all
+    operand_bytes: float = 0.0  # read besides the scores, in all
 
 
 @dataclass(frozen=True)
 class StandardPrediction:
-    """What the model says of standard attention. No figure has been measured."""
+    """The model's prediction for standard attention. No figure has been measured."""
 
     seconds: float
-    score_bytes: float  # of all matrices of scores and weights that exist at a time
-    traffic_bytes: float  # between cores and memory or cache
+    score_bytes: float  # all matrices of scores and weights that exist at a time
+    traffic_bytes: float  # transfers between cores and memory or cache
     num_kernels: int
 
 
 def predict_standard(workload: SimulatedCall, chip: Chip, kind: StandardKind) -> StandardPrediction:
-    """All scores are computed, hidden ones too."""
+    """The model's time for standard attention, which computes all scores, hidden ones too."""
     scores = float(workload.batch_size * workload.nheads) * workload.seqlen_q * workload.seqlen_k
     kernels = _kernels(workload, kind)
     cycles = sum(_cycles(kernel, scores, workload, chip) for kernel in kernels)
@@ -59,7 +59,8 @@ def predict_standard(workload: SimulatedCall, chip: Chip, kind: StandardKind) ->
 def _kernels(workload: SimulatedCall, kind: StandardKind) -> list[_Kernel]:
     size, shape = workload.dtype.itemsize, workload.shape
     masked = workload.has_window
-    # Products are cut into GEMM_TILE x GEMM_TILE results: each operand is read once for so many rows of the other.
+    # Products are cut into GEMM_TILE x GEMM_TILE results: each operand is read once for every GEMM_TILE rows of the
+    # other.
     tiles = workload.batch_size * workload.nheads * workload.seqlen_q * workload.seqlen_k / GEMM_TILE
     scores = _Kernel(0, size, products=2.0 * shape.headdim, operand_bytes=2 * tiles * shape.headdim * size)
     values = _Kernel(size, 0, products=2.0 * shape.headdim_v, operand_bytes=tiles * shape.headdim_v * size)

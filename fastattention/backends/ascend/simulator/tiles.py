@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastattention.backends.ascend.chips import Chip
 
 CHUNK_KEYS = 128  # keys that the Cube loads and multiplies at a time, unless a buffer of its level 0 takes fewer
-UPDATE_BYTES = 32 * 1024  # of the product with values that a Vector takes in at a time, as in the published update of O
+UPDATE_BYTES = 32 * 1024  # part of the product with values that a Vector reads at a time, as published
 FLOAT32_BYTES = 4
 
 
@@ -34,8 +34,8 @@ class Shape:
 
     headdim: int
     headdim_v: int
-    element_bytes: int  # of q, k, v and the weights
-    score_bytes: int = FLOAT32_BYTES  # of the scores between Cube and Vector
+    element_bytes: int  # bytes of an element of q, k, v and the weights
+    score_bytes: int = FLOAT32_BYTES  # bytes of a score between Cube and Vector
     int8_cache: bool = False  # the Vector units convert k and v to element_bytes
 
     @property
@@ -55,7 +55,7 @@ class CubeTiles:
 
 
 def cube_tiles(tiling: Tiling, shape: Shape, chip: Chip) -> CubeTiles:
-    """The largest that fit."""
+    """The largest tiles that fit."""
     l0a, l0b, l0c = chip.l0a_bytes // 2, chip.l0b_bytes // 2, chip.l0c_bytes // 2
     rows = tiling.outer_tile_m
     wide = l0a // (rows * shape.element_bytes)  # depth of left operands
@@ -72,5 +72,5 @@ def vector_rows(tiling: Tiling, chip: Chip) -> int:
 
 
 def update_rows(tiling: Tiling, shape: Shape, chip: Chip) -> int:
-    """Rows of the product with values that a Vector takes in at a time."""
+    """Rows of the product with values that a Vector reads at a time."""
     return max(1, min(vector_rows(tiling, chip), UPDATE_BYTES // (shape.headdim_v * FLOAT32_BYTES)))

@@ -1,6 +1,6 @@
 """The time of a call on the whole chip: row blocks are dealt out to the cores of a persistent grid.
 
-Busy cores do the same at the same time and share the L2 cache and memory equally. When a core has no row block left,
+Busy cores work in step and share the L2 cache and memory equally. When a core has no row block left,
 the others get its share.
 """
 
@@ -30,12 +30,12 @@ from fastattention.backends.ascend.simulator.row_block import (
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Tiling
 from fastattention.backends.ascend.simulator.workload import IntArray, MaskMode, SimulatedCall, decode_splits
 
-SHORT_STEP = 0.01  # of the whole time: what others leave to a core is not worth simulating for so long
+SHORT_STEP = 0.01  # share of the whole time; changes in what a core gets are not simulated for shorter steps
 
 
 @dataclass(frozen=True)
 class ChipPrediction:
-    """What the model says of a call. No figure has been measured."""
+    """The model's prediction for a call. No figure has been measured."""
 
     workload: SimulatedCall
     tiling: Tiling
@@ -53,7 +53,7 @@ class ChipPrediction:
 
     @property
     def fraction_of_peak(self) -> float:
-        """Of the Cubes; float32 has a quarter of it."""
+        """Share of the Cubes' peak, of which float32 has a quarter."""
         slowdown = self.chip.float32_slowdown if self.workload.shape.is_float32 else 1
         return self.tflops / (self.chip.peak_tflops / slowdown)
 
@@ -62,7 +62,7 @@ class ChipPrediction:
 class _Items:
     """Work items of a call, in the order in which the programs of a persistent grid take them: head by head."""
 
-    kinds: IntArray  # (number of kinds, 2): tiles, and those of them to which a mask is applied
+    kinds: IntArray  # (number of kinds, 2): tiles, and how many of them are masked
     kind_of: IntArray  # (items of a head,)
     num_heads: int
     num_splits: int
@@ -70,7 +70,7 @@ class _Items:
 
     @property
     def count(self) -> int:
-        """Of all heads."""
+        """Work items of all heads."""
         return len(self.kind_of) * self.num_heads
 
     @property
@@ -79,10 +79,10 @@ class _Items:
         return np.bincount(self.kind_of, minlength=len(self.kinds))
 
     def of_cores(self, cycles: FloatArray, num_cores: int) -> FloatArray:
-        """Cycles of each core, from those of each kind."""
+        """Cycles of each core, from the cycles of each kind."""
         each = cycles[self.kind_of]
-        of_head = np.array([each[core::num_cores].sum() for core in range(num_cores)])  # that begins at the first core
-        # The next head begins at the core after the last one, and the heads come to the first core again.
+        of_head = np.array([each[core::num_cores].sum() for core in range(num_cores)])  # begins at core 0
+        # The next head begins at the core after the last one, until a head begins at the first core again.
         step = len(each) % num_cores
         period = num_cores // math.gcd(step, num_cores)
         rounds, rest = divmod(self.num_heads, period)
@@ -93,7 +93,7 @@ class _Items:
 
 
 class _Parts(NamedTuple):
-    """What the items of one head take: of each kind, and of all of them."""
+    """What the items of one head take, by kind and in all."""
 
     cycles: FloatArray  # (number of kinds,)
     total: RowBlock
@@ -109,7 +109,7 @@ def predict(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs = 
     among_all = row_block(setting, *longest).cycles
 
     def slowdown(cores: int) -> float:
-        """Of a row block by the other busy cores, relative to all of them."""
+        """Slowdown of a row block by `cores` busy cores, relative to all of them."""
         return row_block(_setting(workload, tiling, chip, costs, items, cores), *longest).cycles / among_all
 
     of_cores = items.of_cores(parts.cycles, chip.num_cores)
@@ -121,9 +121,9 @@ def predict(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs = 
 
 
 def _until_done(of_cores: FloatArray, slowdown: Callable[[int], float]) -> float:
-    """Cycles until the last core is done, each of which gets faster as others are done.
+    """Cycles until the last core is done. Cores get faster as others finish.
 
-    of_cores: cycles of each core while all are busy. slowdown: of the rest when so many are busy.
+    of_cores: cycles of each core while all are busy. slowdown: the slowdown of busy cores, by their number.
     """
     ends = np.sort(of_cores[of_cores > 0])
     total = 0.0
@@ -133,7 +133,7 @@ def _until_done(of_cores: FloatArray, slowdown: Callable[[int], float]) -> float
 
 
 def _parts(setting: Setting, items: _Items) -> _Parts:
-    """Each kind is a weighted sum of row blocks that are simulated: of few, however long the call is."""
+    """What each kind takes: a weighted sum of a few simulated row blocks, however long the call is."""
     cycles, counts = np.zeros(len(items.kinds)), items.counts
     total: RowBlock | None = None
     for chosen, mixture in mixtures(setting, items.kinds):
@@ -146,7 +146,7 @@ def _parts(setting: Setting, items: _Items) -> _Parts:
 
 
 def estimate_cycles(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> float:
-    """As `predict`, by an estimate of what a row block takes while all cores are busy."""
+    """Cycles as `predict` gives them, but estimated from a row block while all cores are busy."""
     items = _items(workload, tiling, chip)
     setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items, min(items.count, chip.num_cores))
     cycles = np.array([row_block_estimate(setting, num_tiles) for num_tiles in items.kinds[:, 0].tolist()])
@@ -154,7 +154,7 @@ def estimate_cycles(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> floa
 
 
 def simulated_operations(workload: SimulatedCall, tiling: Tiling, chip: Chip, num_tiles: int) -> list[Operation]:
-    """The first so many tiles of a row block without a mask, with all that happens, as `predict` sees them."""
+    """All operations of the first `num_tiles` tiles of a row block without a mask, as `predict` simulates them."""
     items = _items(workload, tiling, chip)
     setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items, min(items.count, chip.num_cores))
     operations = row_block_operations(setting, num_tiles)
@@ -166,16 +166,16 @@ def _items(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> _Items:
     return _items_of(workload, tiling.outer_tile_m, tiling.outer_tile_n, chip.num_cores)
 
 
-@functools.lru_cache(maxsize=4)  # tilings that are compared one after the other differ in smaller things
+@functools.lru_cache(maxsize=4)  # tilings that are compared in a row mostly share these arguments
 def _items_of(workload: SimulatedCall, outer_tile_m: int, outer_tile_n: int, num_cores: int) -> _Items:
     blocks = workload.row_blocks(outer_tile_m, outer_tile_n)
     most = int(blocks[:, 0].max())
     num_splits = decode_splits(len(blocks) * workload.num_heads, most, num_cores) if workload.is_decode else 1
-    # The last rows of a head first, and a row block's splits one after another.
+    # The last rows of a head come first, and the splits of a row block follow one another.
     tiles = np.repeat(-(-blocks[::-1, 0] // num_splits), num_splits)
     masked = np.minimum(np.repeat(blocks[::-1, 1], num_splits), tiles)
     most_tiles = int(tiles.max()) + 1
-    # A pair as one number, which is quicker to sort.
+    # A pair becomes one number, which is faster to sort.
     codes, kind_of = np.unique(tiles * most_tiles + masked, return_inverse=True)
     kinds = np.stack(np.divmod(codes, most_tiles), axis=1)
     sharers = 1 if workload.is_decode else len(blocks) * workload.group_size
@@ -190,9 +190,9 @@ def _launch_cycles(items: _Items, costs: Costs) -> float:
 def _setting(
     workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs, items: _Items, busy_cores: int
 ) -> Setting:
-    """A core's view of a call: what it reads comes from memory unless the call as a whole fits the cache.
+    """A core's view of a call. It reads from memory, unless the whole call fits the cache.
 
-    A decode reads keys and values from memory whatever their size: the rest of a model has passed since they were
+    A decode reads keys and values from memory whatever their size: other layers have used the cache since they were
     written.
     """
     memory = cached(chip, costs, busy_cores)
@@ -206,7 +206,7 @@ def _setting(
 
 
 def _workspace_bytes(workload: SimulatedCall, tiling: Tiling) -> int:
-    """Of one score tile between the units of a core: scores, weights and product."""
+    """Bytes of a score tile that the units of a core exchange: scores, weights and product."""
     shape = workload.shape
     row = tiling.outer_tile_n * (shape.score_bytes + shape.element_bytes) + shape.headdim_v * FLOAT32_BYTES
     return tiling.outer_tile_m * row

@@ -17,11 +17,11 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class MaskMode(enum.Enum):
-    """Where a kernel's mask comes from, and what it leaves out."""
+    """The source of a kernel's mask, and whether hidden tiles are skipped."""
 
     TILING = "tiling-mask"  # windows of one small mask for tiles that an edge crosses; hidden tiles are skipped
     FULL_SKIPPING = "full mask, hidden tiles skipped"  # a mask of all queries and keys, read for every visible tile
-    FULL = "full mask"  # likewise, read for every tile; hidden ones are computed too
+    FULL = "full mask"  # a mask of all queries and keys, read for every tile; hidden ones are computed too
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class SimulatedCall:
     window_left: int = -1
     window_right: int = -1  # 0 when causal
     mask_mode: MaskMode = MaskMode.TILING
-    score_bytes: int = FLOAT32_BYTES  # of a score between Cube and Vector
-    int8_cache: bool = False  # takes buffers; time is that of a cache in `dtype`
+    score_bytes: int = FLOAT32_BYTES  # bytes of a score between Cube and Vector
+    int8_cache: bool = False  # it takes buffers; its time is that of a cache in `dtype`
 
     @classmethod
     def of(cls, problem: Problem) -> SimulatedCall:
-        """The longest lengths of a problem."""
+        """The workload of a problem, with its longest lengths."""
         return cls(
             problem.batch_size,
             problem.seqlen_q,
@@ -61,12 +61,12 @@ class SimulatedCall:
 
     @property
     def is_decode(self) -> bool:
-        """One query a sequence: the rows of a tile are then the heads that share a key head."""
+        """Whether each sequence has one query. The rows of a tile are then the heads that share a key head."""
         return self.seqlen_q == 1
 
     @property
     def has_window(self) -> bool:
-        """Some keys are hidden."""
+        """Whether a window hides some keys."""
         return self.window_left != -1 or self.window_right != -1
 
     @property
@@ -93,28 +93,28 @@ class SimulatedCall:
     @property
     def useful_flops(self) -> float:
         """Multiplications and additions of both products on visible scores."""
-        shift = self.seqlen_k - self.seqlen_q  # of a query's own key from the query
-        end = self.seqlen_k if self.window_right < 0 else shift + self.window_right + 1  # of the first query
+        shift = self.seqlen_k - self.seqlen_q  # from a query to the key on its diagonal
+        end = self.seqlen_k if self.window_right < 0 else shift + self.window_right + 1  # for the first query
         begin = -self.seqlen_q if self.window_left < 0 else shift - self.window_left
         pairs = float(self._sum_of_keys(end) - self._sum_of_keys(begin))
         return 2.0 * self.batch_size * self.nheads * pairs * (self.headdim + self.headdim_v)
 
     @property
     def tensor_bytes(self) -> int:
-        """Of q, k, v and out."""
+        """Bytes of q, k, v and out."""
         q_and_out = self.batch_size * self.seqlen_q * self.nheads * (self.headdim + self.headdim_v)
         k_and_v = self.batch_size * self.seqlen_k * self.nheads_k * (self.headdim + self.headdim_v)
         return (q_and_out + k_and_v) * self.dtype.itemsize
 
     @property
     def mask_bytes(self) -> int:
-        """Of the stored mask: one byte an element, shared by all heads and sequences."""
+        """Bytes of the stored mask: one byte an element, shared by all heads and sequences."""
         if not self.has_window:
             return 0
         return MASK_TILE**2 if self.mask_mode is MaskMode.TILING else self.seqlen_q * self.seqlen_k
 
     def row_blocks(self, outer_tile_m: int, outer_tile_n: int) -> IntArray:
-        """For each row block of a head: tiles that it visits, and those of them to which a mask is applied.
+        """For each row block of a head: the tiles that it visits, and how many of them are masked.
 
         (number of row blocks, 2).
         """
@@ -134,20 +134,20 @@ class SimulatedCall:
         return np.broadcast_to(np.stack([num_tiles, masked], axis=1), (count, 2))
 
     def _first_key(self, row: IntArray) -> IntArray:
-        """As TileRange.row_begin, of many rows."""
+        """TileRange.row_begin of many rows."""
         if self.window_left < 0:
             return np.zeros_like(row)
         return np.clip(row + (self.seqlen_k - self.seqlen_q - self.window_left), 0, self.seqlen_k)
 
     def _past_last_key(self, row: IntArray) -> IntArray:
-        """As TileRange.row_end, of many rows."""
+        """TileRange.row_end of many rows."""
         if self.window_right < 0:
             return np.full_like(row, self.seqlen_k)
         return np.clip(row + (self.seqlen_k - self.seqlen_q + self.window_right + 1), 0, self.seqlen_k)
 
     def _sum_of_keys(self, shift: int) -> int:
-        """Of every query plus `shift`, each at least 0 and at most seqlen_k."""
-        begin, end = max(shift, 0), min(self.seqlen_q + shift, self.seqlen_k)  # of those within
+        """Sum over all queries of query + shift, clamped to 0 and seqlen_k."""
+        begin, end = max(shift, 0), min(self.seqlen_q + shift, self.seqlen_k)  # queries that need no clamping
         within = (end - begin) * (begin + end - 1) // 2 if end > begin else 0
         return within + self.seqlen_k * min(max(self.seqlen_q + shift - self.seqlen_k, 0), self.seqlen_q)
 

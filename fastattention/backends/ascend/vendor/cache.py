@@ -2,13 +2,13 @@
 
 The operator takes contiguous tensors: caches stored tokens first (BSND) or heads first (BNSD), and pages as
 (num_blocks, page_block_size, nheads_k * headdim) under the first layout or (num_blocks, nheads_k, page_block_size,
-headdim) under the second. Caches that lie in one of these ways are not copied; of others the keys in use are, and with
-cache_batch_idx or cache_leftpad, which the operator has no words for, always. Lengths are lists on the host, one entry
-a sequence, not cumulative.
+headdim) under the second. Caches stored in one of these ways are not copied. Otherwise the keys in use are copied, and
+also with cache_batch_idx or cache_leftpad, which the operator does not take. Lengths are lists on the host, one entry a
+sequence, not cumulative.
 
-With one query a sequence the operator ignores sparse_mode and its tokens, so the left side of a window is a mask of its
-own then, one bit a key. Rows without keys are defined only by a correction that inner_precise 2 turns on, and their lse
-is +inf, so both are overwritten here.
+With one query a sequence the operator ignores sparse_mode and its tokens, so the left side of a window is passed as a
+mask then. Rows without keys are defined only by a correction that inner_precise 2 turns on, and their lse is +inf, so
+both are overwritten here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastattention.backends.common.results import keyless
 from fastattention.host_numbers import read_numbers
 
 _TOKENS = ("pre_tokens", "next_tokens")
-MAX_PAGED_ELEMENTS = 2**31 - 1  # of all pages: a decode counts them in int32 (torch_npu's documentation)
+MAX_PAGED_ELEMENTS = 2**31 - 1  # elements of all pages: a decode counts them in int32 (torch_npu's documentation)
 HIGH_PRECISION = 0  # inner_precise; the other values trade float16 accuracy for speed
 CORRECT_ROWS = 2  # high precision, and rows whose keys are all masked are corrected
 # key_antiquant_mode: whose the scales of an int8 cache are. The operator takes them heads first, (rows or pages,
@@ -34,7 +34,7 @@ _TOKEN, _TOKEN_HEAD, _TOKEN_HEAD_IN_PAGES = 1, 3, 5
 
 
 def cache_lengths(problem: Problem, inputs: Inputs) -> list[int]:
-    """Keys of each sequence, those of this call's append included and padding on the left excluded."""
+    """Keys of each sequence, including those that this call appends, without padding on the left."""
     assert inputs.cache_seqlens is not None
     seqlens = read_numbers(inputs.cache_seqlens)
     leftpad = [0] * len(seqlens) if inputs.cache_leftpad is None else read_numbers(inputs.cache_leftpad)
@@ -62,13 +62,13 @@ class Placed(NamedTuple):
     block_table: Tensor | None
     block_size: int  # 0 without pages
     capacity: int  # keys of a sequence that k has room for
-    scales: tuple[Tensor, Tensor] | None  # of an int8 k and v, float32 (rows or pages, tokens, heads)
+    scales: tuple[Tensor, Tensor] | None  # scales of an int8 k and v, float32 (rows or pages, tokens, heads)
 
 
 def gather_keys(inputs: Inputs, lengths: list[int]) -> Inputs:
     """The same call on a copy of the keys in use, (batch_size, longest, heads, headdim), that begins with key 0.
 
-    Behind a sequence's last key the copy repeats it: the operator reads no further, and nothing else is read here.
+    After a sequence's last key the copy repeats it. The operator does not read these keys, and no other memory is read.
     """
     longest, device = max(lengths), inputs.k.device
     last = torch.tensor(lengths, dtype=torch.int64, device=device).sub(1).clamp(min=0).unsqueeze(1)
@@ -92,7 +92,7 @@ def gather_keys(inputs: Inputs, lengths: list[int]) -> Inputs:
 
 
 def lies_heads_first(inputs: Inputs) -> bool:
-    """Whether k and v are contiguous as (rows or pages, heads, tokens, headdim), and not as they are given."""
+    """Whether k and v are contiguous as (rows or pages, heads, tokens, headdim), but not in their own order of axes."""
     return all(each.transpose(1, 2).is_contiguous() and not each.is_contiguous() for each in (inputs.k, inputs.v))
 
 
@@ -106,7 +106,7 @@ def place(inputs: Inputs, longest: int) -> Placed:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if table is None:
         if not (k.is_contiguous() and v.is_contiguous()):
-            k, v = k[:, :longest], v[:, :longest]  # what is copied below
+            k, v = k[:, :longest], v[:, :longest]  # only these keys are copied below
         capacity = k.shape[layout.index("S")]
         if scales is not None:
             scales = scales[0][:, :capacity], scales[1][:, :capacity]
@@ -130,7 +130,7 @@ def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> Call:
         "num_key_value_heads": problem.nheads_k,
         "scale": problem.softmax_scale,
         "input_layout": placed.layout,
-        # One query takes 0 or 1 only.
+        # For one query the operator takes 0 or 1 only.
         "inner_precise": CORRECT_ROWS if hidden and problem.seqlen_q > 1 else HIGH_PRECISION,
         "softmax_lse_flag": problem.return_lse,
     }
@@ -147,11 +147,11 @@ def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> Call:
 
 
 def _scale_arguments(problem: Problem, placed: Placed, k_scale: Tensor, v_scale: Tensor) -> dict[str, Any]:
-    """What makes the operator multiply int8 keys and values by their scales."""
+    """The arguments that make the operator multiply int8 keys and values by their scales."""
     if problem.seqlen_q == 1:
         mode = _TOKEN_HEAD if placed.block_table is None else _TOKEN_HEAD_IN_PAGES
         k_scale, v_scale = k_scale.transpose(1, 2), v_scale.transpose(1, 2)
-    else:  # of one key head
+    else:  # there is one key head
         mode = _TOKEN
         k_scale, v_scale = k_scale.squeeze(2), v_scale.squeeze(2)
     return {
@@ -163,13 +163,13 @@ def _scale_arguments(problem: Problem, placed: Placed, k_scale: Tensor, v_scale:
 
 
 def left_of_window(problem: Problem, capacity: int, lengths: list[int]) -> Tensor:
-    """True for keys that the window of a sequence's one query has left behind: (batch_size, 1, 1, capacity)."""
+    """True for keys to the left of the window of a sequence's one query: (batch_size, 1, 1, capacity)."""
     first = torch.tensor(lengths, dtype=torch.int64, device=problem.device) - 1 - problem.window_left
     return (torch.arange(capacity, device=problem.device) < first.unsqueeze(1))[:, None, None, :]
 
 
 def finish(problem: Problem, layout: str, lengths: list[int], out: Tensor, lse: Tensor | None) -> AttentionOutput:
-    """The operator's results in our layout: (batch_size, nheads, seqlen_q, 1) of lse, and rows without keys."""
+    """The operator's results in our layout: lse from (batch_size, nheads, seqlen_q, 1), and rows without keys."""
     if layout == "BNSD":
         out = out.transpose(1, 2)
     if lse is not None:

@@ -16,7 +16,7 @@ from fastattention.backends.common.results import keyless
 def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:
     """Attention of a problem that `why_not` accepted, on the device of its tensors.
 
-    inputs: q after rotary embedding, caches with the new tokens appended; cache_seqlens is without them.
+    inputs: q after rotary embedding, caches with the new tokens appended; cache_seqlens does not count them.
     Reads lengths of varlen calls and of caches on the host, where the operators take them: this waits for the
     device. Raises UnsupportedError for a paged cache or varlen keys larger than the operators can count.
     """
@@ -65,7 +65,7 @@ def why_rather_not(problem: Problem, inputs: Inputs) -> str | None:
 
 
 def _forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
-    """Rows without keys are the first of every sequence and are not given to an operator."""
+    """Dense attention. Rows without keys are the first of every sequence and are not given to an operator."""
     hidden = rows_without_keys(problem.seqlen_q, problem.seqlen_k, problem.window_right)
     if hidden == 0 and problem.total_q:
         return _attend_dense(problem, inputs)
@@ -81,7 +81,7 @@ def _forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
 
 
 def _attend_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
-    """By the operator that is documented for inference wherever it takes the call."""
+    """Dense attention, by the operator that is documented for inference where it takes the call."""
     if limits.why_not_inference(problem) is None:
         return cache.forward(problem, inputs, [problem.seqlen_k] * problem.batch_size)
     return prefill.forward_dense(problem, inputs)

@@ -1,10 +1,10 @@
 """Gradients of dense and variable-length sequences on npu_fusion_attention_grad. Not run on an NPU.
 
 It takes the arguments of the forward, its out as attention_in, the gradient of out as dy, and the maximum and the sum
-of every row's softmax. It computes softmax weights as exp(score - maximum) / sum, so lse with a sum of 1 does as well:
-out and lse are all that has to be kept between the passes.
+of every row's softmax. It computes softmax weights as exp(score - maximum) / sum, so lse with a sum of 1 does as well.
+Only out and lse have to be kept between the passes.
 
-Rows without keys are left out, as in the forward, and their queries have gradient 0; so have keys that no query sees.
+Rows without keys are left out, as in the forward. Their queries have gradient 0, and so have keys that no query sees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastattention.backends.ascend.vendor.operators import GRADIENT, STATISTICS,
 
 
 class Results(NamedTuple):
-    """What the forward gave, and the gradient it is asked for; shapes as in AttentionOutput."""
+    """The results of the forward and the gradient of out; shapes as in AttentionOutput."""
 
     out: Tensor
     lse: Tensor
@@ -51,7 +51,7 @@ def dense_call(problem: Problem, inputs: Inputs, results: Results) -> Call:
 
 
 def backward_varlen(problem: Problem, inputs: Inputs, results: Results) -> dict[str, Tensor]:
-    """Likewise. Reads the lengths on the host, where the operator takes them."""
+    """One call of the operator for varlen sequences. Reads the lengths on the host, where the operator takes them."""
     plan = prefill.VarlenPlan.of_call(problem, inputs)
     if not plan.spans_q:
         return _wanted(problem, _zeros(inputs))

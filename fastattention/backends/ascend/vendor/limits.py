@@ -1,6 +1,6 @@
 """The limits of the operators of torch_npu, each with its source, as reasons to refuse a Problem.
 
-Sources, those of torch_npu as of version 2.13:
+Sources, as of torch_npu 2.13:
     [T]  torch_npu's documentation of npu_fusion_attention
     [I]  torch_npu's documentation of npu_fused_infer_attention_score
     [V]  CANN's page aclnnFlashAttentionVarLenScoreV5, what [T] runs for variable-length sequences
@@ -17,7 +17,7 @@ import torch
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.common.gradients import why_not_backward
 
-MAX_HEADS = 256  # [T], [I]: of queries
+MAX_HEADS = 256  # [T], [I]: query heads
 MAX_TOKENS = 2**20  # [T]: "1M" tokens of a sequence; [V]: and of all variable-length sequences
 _MAX_HEADDIM = 768  # [T]
 _MAX_BATCH = 2 * 2**20  # [T]: "2M" sequences of one length
@@ -26,12 +26,12 @@ _MAX_VARLEN_BATCH = 1024  # [T]: a list of lengths has at most "1K"; [V] allows 
 _INSTEAD = "use backend='sdpa' or torch.no_grad()"
 
 _MAX_CACHE_HEADDIM = 512  # [I]
-# [I]: tokens of a page for one query; elements of headdim for more than one, but asked of every call, to be safe.
+# [I]: tokens of a page for one query; elements of headdim for more than one, but checked for every call, to be safe.
 _STEP, _INT8_STEP = 16, 32  # float16 and bfloat16; int8
 _MAX_INT8_QUERIES = 16  # [I]
 _MAX_CACHE_GROUP = 64  # [I]: query heads a key head
 _MAX_CACHE_BATCH = 65536  # [I]
-_MAX_ROW = 65534  # [I]: nheads * headdim of BSND must be less than 65535; of a page at most that
+_MAX_ROW = 65534  # [I]: nheads * headdim of BSND must be less than 65535; for a page, at most 65535
 _MAX_DECODE_KEYS = 262144  # [I]: for one query
 _MAX_PREFILL_TOKENS = 20 * 2**20  # [I]: "20M", for more than one query
 _MAX_PAGE = 512  # [I]
@@ -41,7 +41,7 @@ _PREFILL_PAGE_STEP = 128  # [I]: more than one query
 def why_not(problem: Problem) -> str | None:
     """Why no operator of torch_npu computes exactly `problem`, or None.
 
-    Says nothing of the device. Appending and rotary embedding happen before the operator and are no reason.
+    The device is not checked. Appending and rotary embedding happen before the operator and are no reason.
     """
     if problem.needs_grad:
         return _why_not_gradients(problem)
@@ -57,10 +57,10 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_not_features(problem: Problem) -> str | None:
-    """What no operator has, or has with another meaning."""
+    """Features that no operator has, or that it has with another meaning."""
     refused = {
         f"dropout_p={problem.dropout_p}": problem.dropout_p != 0.0,
-        # pse and pse_shift hold these as seqlen_q x seqlen_k numbers in the dtype of q: neither small nor exact.
+        # pse and pse_shift hold these as seqlen_q x seqlen_k values in the dtype of q: neither small nor exact.
         "attn_bias": problem.has_bias,
         "alibi_slopes": problem.has_alibi,
         "block_mask": problem.block_size is not None,
@@ -72,11 +72,11 @@ def why_not_features(problem: Problem) -> str | None:
 
 
 def _why_not_gradients(problem: Problem) -> str | None:
-    """What npu_fusion_attention and npu_fusion_attention_grad do not serve together."""
+    """Why npu_fusion_attention and npu_fusion_attention_grad cannot serve a problem together, or None."""
     if (reason := why_not_backward(problem, "npu_fusion_attention_grad")) is not None:
         return reason
     without_gradients = {
-        # It takes no gradient of lse, and nothing says that the caller will not differentiate it.
+        # It takes no gradient of lse, and the caller may differentiate lse.
         "return_lse": problem.return_lse,
         "deterministic=True": problem.deterministic,  # [G], [U]: the sums are in no fixed order unless CANN is told so
     }
@@ -94,7 +94,7 @@ def _why_not_gradients(problem: Problem) -> str | None:
 
 
 def _why_not_training(problem: Problem) -> str | None:
-    """What npu_fusion_attention does not take."""
+    """Why npu_fusion_attention cannot serve a problem, or None."""
     if problem.headdim_v > problem.headdim:  # [T], [V], [S]
         return f"headdim_v={problem.headdim_v} must not exceed headdim={problem.headdim} for npu_fusion_attention"
     bounds = {
@@ -117,7 +117,7 @@ def _why_not_varlen(problem: Problem) -> str | None:
 
 
 def why_not_inference(problem: Problem) -> str | None:
-    """What npu_fused_infer_attention_score does not take of a call with a cache, or of a dense one."""
+    """Why npu_fused_infer_attention_score cannot serve a call with a cache, or a dense one, or None."""
     if problem.needs_grad:
         return f"a gradient is needed, and npu_fused_infer_attention_score has none; {_INSTEAD}"
     if problem.dtype not in (torch.float16, torch.bfloat16):  # [I]
@@ -145,7 +145,7 @@ def why_not_inference(problem: Problem) -> str | None:
 
 
 def _why_not_page(problem: Problem, decode_step: int) -> str | None:
-    """What it does not take of page sizes. decode_step: the multiple that pages must be of for one query."""
+    """Page sizes that it does not take. decode_step: for one query, pages must be a multiple of it."""
     size = problem.page_block_size
     if size is None:
         return None
@@ -159,14 +159,14 @@ def _why_not_page(problem: Problem, decode_step: int) -> str | None:
 
 
 def _why_not_quantized(problem: Problem) -> str | None:
-    """What it does not take of quantized caches with a scale for every token and head."""
+    """Quantized caches, with a scale for every token and head, that it does not take."""
     if problem.cache_dtype is None:
         return None
     if problem.cache_dtype is not torch.int8:
         return f"a cache in {problem.cache_dtype}; npu_fused_infer_attention_score takes int8"
     if problem.seqlen_q == 1:
         return None
-    # [I]: beyond one query, its scales are of a token. With one key head that is the same.
+    # [I]: for more than one query, a scale belongs to a token. With one key head that is the same.
     refused = {
         f"nheads_k={problem.nheads_k}": problem.nheads_k > 1,
         f"dtype {problem.dtype}": problem.dtype is not torch.bfloat16,
@@ -183,7 +183,7 @@ def _why_not_quantized(problem: Problem) -> str | None:
 
 
 def _beyond(bounds: dict[str, tuple[int, int]], operator: str) -> str | None:
-    """Of the first quantity that exceeds its limit; bounds: name -> (given, limit)."""
+    """The reason of the first quantity that exceeds its limit; bounds: name -> (given, limit)."""
     for name, (given, limit) in bounds.items():
         if given > limit:
             return f"{name}={given}; {operator} takes at most {limit}"

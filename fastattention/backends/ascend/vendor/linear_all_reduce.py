@@ -2,9 +2,9 @@
 
     out = sum over ranks of x @ weight.T
 
-The operator cuts the product itself and communicates each piece while it computes the next, so that a layer which ends
-in it needs no blocks of its own. Its bias is none of ours: out = all_reduce(x1 @ x2 + bias) [M] adds it once a rank.
-Decoding is to use a product and an all-reduce instead, says [M], as is whoever has more than one communicator.
+The operator cuts the product itself and communicates each piece while it computes the next, so a layer that ends in it
+needs no row blocks. Its bias is not used: out = all_reduce(x1 @ x2 + bias) [M] adds it once for each rank. [M]
+recommends a product and an all-reduce instead for decoding, and with more than one communicator.
 
 Source, torch_npu's documentation as of version 2.13:
     [M]  npu_mm_all_reduce_base
@@ -20,8 +20,8 @@ from fastattention.errors import ArgumentError
 OPERATOR = "npu_mm_all_reduce_base"
 
 _RANKS = (1, 2, 4, 8)  # [M]: on the Atlas A2, all linked by HCCS
-_DTYPES = (torch.float16, torch.bfloat16)  # [M]: without quantization
-_MAX_SIZE = 2**31 - 1  # [M]: of m, k and n
+_DTYPES = (torch.float16, torch.bfloat16)  # [M]: when not quantized
+_MAX_SIZE = 2**31 - 1  # [M]: limit of m, k and n
 _DEFAULT_TURN = 0  # comm_turn; [M] takes no other
 
 
@@ -47,8 +47,8 @@ def linear_all_reduce(x: Tensor, weight: Tensor, communicator: str) -> Tensor:
     x: (rows, in_features), contiguous: the inputs that this rank holds
     weight: (out_features, in_features), contiguous, in the dtype of x: this rank's columns of the layer's weight
     communicator: HCCL's name of the group, which its backend's get_hccl_comm_name(rank) gives
-    Returns (rows, out_features) in the dtype of x. Raises ArgumentError for other tensors, of which the operator, or
-    its shape inference, takes some for something else.
+    Returns (rows, out_features) in the dtype of x. Raises ArgumentError for other tensors, some of which the operator,
+    or its shape inference, would misread.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ArgumentError(

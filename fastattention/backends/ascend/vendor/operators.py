@@ -1,8 +1,8 @@
 """One call of a torch_npu operator: built as data, checked, then run.
 
-The vendor checks little. Without a mask a sparse_mode is ignored and every query sees every key; a mask of another size
-or a number of query heads that key heads do not divide is accepted by shape inference, and then computes something.
-So every call goes through `run`, which refuses these, and gradients whose tensors are not those of the forward.
+The vendor checks little. Without a mask a sparse_mode is ignored and every query sees every key; Shape inference
+accepts a mask of another size, or query heads that are no multiple of key heads, and results are wrong. So every call
+goes through `run`, which refuses these, and gradients whose tensors are not those of the forward.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fastattention.errors import UnsupportedError
 TRAINING = "npu_fusion_attention"
 INFERENCE = "npu_fused_infer_attention_score"
 GRADIENT = "npu_fusion_attention_grad"
-STATISTICS = 8  # times that the training operators hold the maximum and the sum of a row
+STATISTICS = 8  # the training operators repeat the maximum and the sum of a row this many times
 
-# Arguments that not every version of torch_npu has; the others are as old as the operators.
+# Some versions of torch_npu lack these arguments. The others are as old as the operators.
 _NEWER_ARGUMENTS = {
     TRAINING: ("softmax_layout", "sink"),
     INFERENCE: ("key_antiquant_mode",),
@@ -47,14 +47,14 @@ def mask_arguments(mask: SparseMask, device: torch.device, names: tuple[str, str
 
 
 def run(call: Call) -> tuple[Any, ...]:
-    """What the operator returns for a call that is checked first."""
+    """Checks a call, runs it and gives what the operator returns."""
     check(call)
     result: tuple[Any, ...] = getattr(torch.ops.npu, call.operator)(**call.arguments)
     return result
 
 
 def check(call: Call) -> None:
-    """Raises ValueError for arguments that the vendor would take for something else. None of ours ever are."""
+    """Raises ValueError for arguments that the vendor would misread. Calls of this package never have them."""
     arguments = call.arguments
     mode, mask = arguments.get("sparse_mode", 0), arguments.get("atten_mask")
     if mode not in tuple(SparseMode):
@@ -91,11 +91,11 @@ def _check_results_of_forward(arguments: dict[str, Any]) -> None:
 def _key_heads(call: Call) -> int:
     if call.operator == INFERENCE:
         return int(call.arguments["num_key_value_heads"])
-    return int(call.arguments["key"].shape[-2])  # of (batch, tokens, heads, headdim) and (tokens, heads, headdim)
+    return int(call.arguments["key"].shape[-2])  # (batch, tokens, heads, headdim) or (tokens, heads, headdim)
 
 
 def check_size(what: str, given: int, limit: int) -> None:
-    """Raises UnsupportedError for a size that no Problem tells, and that the operators cannot count."""
+    """Raises UnsupportedError for a size that a Problem does not have, and that the operators cannot count."""
     if given > limit:
         raise UnsupportedError(
             f"{what}: {given}, and the operators of torch_npu take at most {limit}; "

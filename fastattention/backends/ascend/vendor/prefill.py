@@ -105,14 +105,14 @@ def varlen_call(problem: Problem, inputs: Inputs, plan: VarlenPlan) -> Call:
         "input_layout": "TND",
         "actual_seq_qlen": plan.ends_q,
         "actual_seq_kvlen": plan.ends_k,
-        # Otherwise the maxima of a sequence lie heads first, in a tensor that has the shape of tokens first.
+        # Without it, the maxima of a sequence are stored heads first, though the tensor's shape says tokens first.
         "softmax_layout": "TND",
     }
     return Call(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | varlen)
 
 
 def take(plan: VarlenPlan, inputs: Inputs) -> tuple[Inputs, Tensor | None, Tensor | None]:
-    """The inputs with the plan's tokens only, and the indices of those of q and of k; None where all are kept."""
+    """The inputs with the plan's tokens only, and the indices of these in q and in k; None where all are kept."""
     kept_q = _kept(plan.spans_q, inputs.q)
     kept_k = _kept(plan.spans_k, inputs.k)
     if kept_q is not None:
@@ -123,7 +123,7 @@ def take(plan: VarlenPlan, inputs: Inputs) -> tuple[Inputs, Tensor | None, Tenso
 
 
 def _kept(spans: list[tuple[int, int]], tensor: Tensor) -> Tensor | None:
-    """Indices of the tokens in `spans`, or None when those are all that `tensor` has."""
+    """Indices of the tokens in `spans`, or None when `tensor` has no others."""
     if sum(last - first for first, last in spans) == tensor.shape[0]:
         return None
     return torch.cat([torch.arange(first, last, device=tensor.device) for first, last in spans])

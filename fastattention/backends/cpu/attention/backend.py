@@ -28,7 +28,7 @@ class CpuBackend(AttentionBackend):
         return why_unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Refuses other devices, masks of dropout, and gradients of slopes, biases and caches."""
+        """Refuses other devices, returned dropout masks, and gradients of slopes, biases and caches."""
         if problem.device.type != "cpu":
             return f"tensors are on {problem.device}; the cpu backend takes tensors on cpu"
         if (reason := why_not_backward(problem, self.name)) is not None:
@@ -49,7 +49,7 @@ class CpuBackend(AttentionBackend):
         return "kernels of its own, forward and backward" if problem.grads else ""
 
     def describe(self) -> str:
-        """Instruction set in use, those to choose from, and threads."""
+        """The instruction set in use, the available ones, and the number of threads."""
         library = load_library()
         return f"{library.isa} of {', '.join(library.isas)}; {get_num_threads()} threads"
 

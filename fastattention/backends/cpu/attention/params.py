@@ -16,14 +16,14 @@ Gradients = STRUCTS["FaGradients"]
 
 
 def gradient_params(grad_out: Tensor, grad_lse: Tensor | None, found: Mapping[str, Tensor]) -> Params:
-    """The tensors of a backward, all contiguous. found: by name, those that are to be filled."""
+    """The tensors of a backward, all contiguous. found: the gradients to fill, by name."""
     wanted = {f"grad_{name}": tensor.data_ptr() for name, tensor in found.items()}
     lse = 0 if grad_lse is None else grad_lse.data_ptr()
     return Gradients.make(Gradients.template(), grad_out=grad_out.data_ptr(), grad_lse=lse, **wanted)
 
 
 def attention_params(problem: Problem, inputs: Inputs) -> Params:
-    """What calls with tensors of these strides have in common: all but addresses and the number of threads."""
+    """The arguments of calls with tensors of these strides, without addresses and the number of threads."""
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     block_m, block_n = problem.block_size or (0, 0)
     template = AttentionParams.template(
@@ -61,7 +61,7 @@ def attention_params(problem: Problem, inputs: Inputs) -> Params:
 
 
 def _result_strides(problem: Problem) -> dict[str, int]:
-    """Strides of out and lse, which are contiguous. Sequences of varlen calls have no stride: see cu_seqlens_q."""
+    """Strides of out and lse, which are contiguous. Varlen calls have no batch stride, but cu_seqlens_q."""
     varlen = problem.layout is Layout.VARLEN
     out_row = problem.nheads * problem.headdim_v
     lse_head = problem.total_q if varlen else problem.seqlen_q

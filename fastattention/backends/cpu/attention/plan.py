@@ -33,7 +33,7 @@ class CpuPlan:
     def __call__(self, inputs: Inputs) -> AttentionOutput:
         """One call of the native library, appending included."""
         q = inputs.q
-        out = q.new_empty_strided(*self._out)  # in half the time of torch.empty
+        out = q.new_empty_strided(*self._out)  # takes half the time of torch.empty
         lse = None if self._lse is None else q.new_empty_strided(*self._lse, dtype=torch.float32)
         results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         addresses = self._pack(*results, *self._addresses_of(inputs))
@@ -59,7 +59,7 @@ class CpuPlan:
         return found
 
     def prepare(self, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
-        """One call of the native library with a cache, to be run later: lengths and pages are those of now.
+        """One call of the native library with a cache, to be run later, with the lengths and pages of now.
 
         out, lse: contiguous, as a call gives them; num_threads: at most, the thread that runs it included
         """

@@ -21,7 +21,7 @@ class PreparedCall:
         self._library, self._needs = load_library(), needs
         self.function = self._library.run_address
         self.argument = self._library.prepare(params)
-        # Not at exit: another thread may still run the call, and the process frees its memory anyway.
+        # The call is not freed at exit: another thread may still run it, and the process frees its memory anyway.
         weakref.finalize(self, self._library.release, self.argument).atexit = False
 
     def run(self) -> None:

@@ -44,7 +44,7 @@ class LinearPlan:
 
 
 def linear_params(problem: LinearProblem, inputs: LinearInputs) -> Params:
-    """What calls with tensors of these strides have in common: all but addresses and the number of threads."""
+    """The arguments of calls with tensors of these strides, without addresses and the number of threads."""
     template = LinearParams.template(
         dtype=DTYPE_CODES[problem.dtype],
         gate_dtype=DTYPE_CODES[problem.gate_dtype],

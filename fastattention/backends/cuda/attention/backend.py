@@ -53,7 +53,7 @@ class CudaBackend(AttentionBackend):
 
     def __init__(self, arch: int | None = None) -> None:
         self._forced_arch = arch
-        self._plans: BoundedDict[tuple[Problem, bool], Plan] = BoundedDict()  # and whether values are in the keys
+        self._plans: BoundedDict[tuple[Problem, bool], Plan] = BoundedDict()  # flag: whether values are in the keys
         self._backward_plans: BoundedDict[Problem, BackwardPlan] = BoundedDict()
         self._calls: BoundedDict[tuple[Problem, bool, Strides], PlannedCall | Int8Call] = BoundedDict()
         self._merge_plans: BoundedDict[tuple[object, ...], MergePlan] = BoundedDict()
@@ -72,7 +72,7 @@ class CudaBackend(AttentionBackend):
         return f"cuda:{index} {torch.cuda.get_device_name(index)} ({limits.target / 10:.1f}), {path}"
 
     def why_not(self, problem: Problem) -> str | None:
-        """Refuses float32, masks of dropout, and gradients of slopes, biases, caches and wide heads."""
+        """Refuses float32, returned dropout masks, and gradients of slopes, biases, caches and wide heads."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
         if problem.panel_size:
@@ -104,11 +104,11 @@ class CudaBackend(AttentionBackend):
         return traffic_of(problem, extent, self.name, keys, limits.on_chip_bytes)
 
     def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
-        """The launches for these strides. Where v may be in the memory of k, each call looks whether it is."""
+        """The launches for these strides. Where v may be in the memory of k, each call checks whether it is."""
         return functools.partial(self.forward, problem) if may_share_memory(problem) else self._call(problem, inputs)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
-        """Appends, then attention: one kernel, or a decode and the merge of its parts."""
+        """Appends, then attends: by one kernel, or by a decode and the merge of its parts."""
         return self._call(problem, inputs)(inputs)
 
     def backward(
@@ -122,7 +122,7 @@ class CudaBackend(AttentionBackend):
         return differentiate(plan, problem, inputs, result, grads, functools.partial(self._launcher, problem=problem))
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
-        """Refuses gradients, other dtypes and more rows than a launch has."""
+        """Refuses gradients, other dtypes and more rows than one launch can have."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
         if problem.needs_grad:
@@ -134,7 +134,7 @@ class CudaBackend(AttentionBackend):
         return None
 
     def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """One launch; of more parts than it takes one for each group, whose results in float32 are merged in turn."""
+        """One launch. More parts than it takes are merged in groups, whose float32 results are merged in turn."""
         while len(outs) > MOST_PARTS:
             groups = [slice(begin, begin + MOST_PARTS) for begin in range(0, len(outs), MOST_PARTS)]
             merged = [self._merge_group(problem, outs[group], lses[group], torch.float32) for group in groups]
@@ -178,7 +178,7 @@ class CudaBackend(AttentionBackend):
             self._plans[problem, values_in_keys] = plan
         return plan
 
-    # What the emulator of the tests does its own way.
+    # The emulator of the tests replaces these methods.
 
     def _why_not_device(self, problem: Problem | MergeProblem) -> str | None:
         return device.why_not(problem.device)
@@ -190,7 +190,7 @@ class CudaBackend(AttentionBackend):
         return self._forced_arch or config.cuda_arch() or limits.arch
 
     def _scratch(self, problem: Problem) -> Callable[[int, int], Scratch]:
-        """Gives so many counters and floats of the current stream."""
+        """A function that gives a number of counters and floats of the current stream."""
         index = device.index_of(problem.device)
         take, current_stream = scratch_of(index).take, module.current_stream
         return lambda num_counters, num_floats: take(num_counters, num_floats, current_stream(index))

@@ -34,7 +34,7 @@ def why_not_widths(problem: Problem) -> str | None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One launch of backward.cuh. The fields of AttentionParams that are its own: those of its rows."""
+    """One launch of backward.cuh, with the fields of AttentionParams that depend on its rows."""
 
     config: BackwardConfig
     launch: KernelLaunch
@@ -46,7 +46,7 @@ class _Pass:
 class BackwardPlan:
     """The kernels that compute gradients of a problem."""
 
-    dtype: torch.dtype  # in which they read and write
+    dtype: torch.dtype  # the dtype in which they read and write
     delta: KernelLaunch
     passes: tuple[_Pass, ...]
     templates: BoundedDict[Strides, bytes]  # parameters by widths and strides of tensors, without addresses
@@ -101,7 +101,7 @@ def differentiate(
     final = {name: _final(found[name], getattr(inputs, name), unit) for name in problem.grads if name in found}
     if "sinks" in problem.grads:
         assert inputs.sinks is not None
-        # A sink is a key whose value is zero: of its score the gradient is -p delta.
+        # A sink is a key whose value is zero: the gradient of its score is -p delta.
         weights = (inputs.sinks[:, None] - result.lse).exp().masked_fill(result.lse.isneginf(), 0.0)
         by_row = weights * stats[1]
         total = -by_row.sum(-1).reshape(-1, problem.nheads).sum(0)
@@ -118,7 +118,7 @@ def _params(
     stats: Tensor,
     found: dict[str, Tensor],
 ) -> Params:
-    """Parameters that all kernels share. Those of a pass are still missing."""
+    """Parameters that all kernels share, without those of a pass."""
     # Copies may have the strides of another call's tensors, and be wider.
     key = (inputs.q.shape[-1], inputs.v.shape[-1], *strides_of(inputs))
     template = plan.templates.get(key)
@@ -158,7 +158,7 @@ def _launch(plan: BackwardPlan, params: Params, launcher: Callable[[KernelLaunch
 def _unit_of(grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
     """A power of two, in whose unit gradients in float16 neither vanish nor overflow; 0-d, on the device.
 
-    The largest number given becomes less than 1/16: gradients of values are sums of it over many queries.
+    The largest gradient given becomes less than 1/16, because gradients of values are sums over many queries.
     """
     largest = _largest(grad_out)
     if grad_lse is not None:
@@ -173,6 +173,6 @@ def _largest(tensor: Tensor) -> Tensor:
 
 
 def _final(grad: Tensor, tensor: Tensor, unit: Tensor | None) -> Tensor:
-    """As wide as the tensor that it is the gradient of, in its dtype and unit."""
+    """The gradient in the width and dtype of its tensor, without the unit."""
     grad = grad[..., : tensor.shape[-1]]
     return grad.contiguous() if unit is None else (grad.float() * unit).to(tensor.dtype)

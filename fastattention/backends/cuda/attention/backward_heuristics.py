@@ -25,14 +25,14 @@ class _Tiles(NamedTuple):
     num_stages: int
     min_ctas: int
     num_value_parts: int = 1
-    serves_scores: bool = True  # has registers to spare for modified scores and dropout
+    serves_scores: bool = True  # whether it has registers to spare for modified scores and dropout
 
 
-# For head dimensions up to the key, candidates for each kernel, best first: the first that suits the call and fits the
+# Candidates of each kernel for head dimensions up to the key, best first: the first that suits the call and fits the
 # GPU is taken. Where registers do not hold the gradients of keys and values of a warp's rows, each has a kernel of its
-# own. Those of 80 and 75 up to 128 were timed on an H200, those that fit a T4 with the number of CTAs that it has;
-# those of 70 by counting issue cycles (docs/decisions/0062-compute-gradients-by-two-kernels-on-gpus.md); the others by
-# counting registers and shared memory.
+# own. Candidates of 80 and 75 up to 128 were timed on an H200, with the number of CTAs of a T4 where they fit one.
+# Candidates of 70 were chosen by counting issue cycles
+# (docs/decisions/0062-compute-gradients-by-two-kernels-on-gpus.md), the others by counting registers and shared memory.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (
@@ -117,7 +117,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 
 
 def _mixes_blocks(problem: Problem, tiles: _Tiles) -> bool:
-    """Whether rows of a tile lie in several rows of blocks: others come first."""
+    """Whether rows of a tile are in several rows of blocks. Other tiles are preferred."""
     if problem.block_size is None:
         return False
     block_m, block_n = problem.block_size

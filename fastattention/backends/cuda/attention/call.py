@@ -27,7 +27,7 @@ Launcher = Callable[[Params], None]
 class PlannedCall:
     """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time.
 
-    launcher: gives what enqueues a kernel; take_scratch: gives so many counters and floats of the current stream
+    launcher: gives a function that enqueues a kernel; take_scratch: gives counters and floats of the current stream
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PlannedCall:
         self._addresses = Addresses(AttentionParams, inputs)
         q_k_v, others = self._addresses.given[:3], self._addresses.given[3:]
         self._make = AttentionParams.maker(*q_k_v, "out", "lse", *others, "partial_out", "partial_stats", "counters")
-        self._template: bytes | None = None  # of calls whose tensors kernels read where they are
+        self._template: bytes | None = None  # for calls whose tensors kernels read without a copy
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.keeps_lse else None
         self._partial_rows = self._num_counters = 0
@@ -54,23 +54,23 @@ class PlannedCall:
         self._has_keys = problem.layout is not Layout.VARLEN or problem.batch_size > 0
 
     def __call__(self, inputs: Inputs) -> AttentionOutput:
-        """Appends, then attention: one kernel, or a decode and the merge of its parts."""
+        """Appends, then attends: by one kernel, or by a decode and the merge of its parts."""
         addresses = self._addresses.of(inputs)  # which may raise: before anything is written
         if self._append is not None:
             inputs = self._append_tokens(*self._append, inputs)
             addresses[0] = inputs.q.data_ptr()
         template = self._template
-        # Strides that are known are aligned, but memory may begin anywhere.
-        if template is None or (addresses[0] | addresses[1] | addresses[2]) % 16 != 0:  # of q, k and v
+        # The strides are known to be aligned, but memory may begin anywhere.
+        if template is None or (addresses[0] | addresses[1] | addresses[2]) % 16 != 0:  # addresses of q, k and v
             return self._attend_prepared(inputs)
         return self._attend(template, addresses, inputs.q.new_empty_strided(*self._out))
 
     def _attend_prepared(self, given: Inputs) -> AttentionOutput:
-        """To tensors that kernels may not read where they are, or that nobody has looked at."""
+        """Attention to tensors that may need a copy, or that are new."""
         problem, plan = self._problem, self._plan
         inputs = prepared(given, plan.dtype)
         if not self._has_keys:
-            # No CTA is there to write rows behind the last sequence.
+            # No CTA writes rows after the last sequence.
             return keyless(replace(problem, return_lse=problem.keeps_lse), inputs)
         template = attention_template(problem, inputs, plan.num_m_tiles, plan.heads_per_l2_wave, plan.split)
         if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
@@ -81,7 +81,7 @@ class PlannedCall:
         return AttentionOutput(out, lse)
 
     def _attend(self, template: bytes, addresses: Sequence[int], out: Tensor) -> AttentionOutput:
-        """Into out, as wide as v. addresses: of the tensors of a call, q, k and v first."""
+        """Writes attention to out, which is as wide as v. addresses: those of the call's tensors, q, k and v first."""
         lse = None if self._lse is None else out.new_empty_strided(*self._lse, dtype=torch.float32)
         partials_at = stats_at = counters_at = 0
         if rows := self._partial_rows:

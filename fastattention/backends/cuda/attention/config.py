@@ -1,4 +1,4 @@
-"""The configurations of kernels (attention, its backward, append, merge) and what C++ reads of them."""
+"""The configurations of kernels: attention, its backward, append, merge. C++ reads the fields that they name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", to
 
 # Head dimension beyond which warps or CTAs share out the columns of v.
 WIDEST_OF_A_WARP = 256
-# Beyond which Pascal's tiles are no floats, but of 16 bits: more would not fit the 48 KB that a CTA may have there.
+# Head dimension beyond which Pascal's tiles have 16-bit elements: floats would not fit the 48 KB of a CTA there.
 _WIDEST_AS_FLOATS, _WIDEST_AS_FLOATS_IN_BACKWARDS = 256, 128
-COMBINE_WARPS = 8  # of a CTA that merges the partial results of rows
+COMBINE_WARPS = 8  # warps of a CTA that merges the partial results of rows
 COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
 APPEND_WARPS = 4
 MERGE_WARPS = 4
-MERGE_COLUMNS = 128  # that each of them takes
+MERGE_COLUMNS = 128  # columns that each of them takes
 DELTA_WARPS = 4
 QUANTIZE_THREADS = 128
 
@@ -44,7 +44,7 @@ class KernelConfig(Variant):
     arch: int  # code path: 60, 70, 75 or 80
     dtype: str  # "float16" or "bfloat16"
     headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
-    headdim_v: int  # likewise, of a CTA
+    headdim_v: int  # columns of v of a CTA; the call's headdim_v may be less
     tile_m: int  # query rows of a CTA
     tile_n: int  # keys of a tile
     num_warps: int
@@ -55,8 +55,8 @@ class KernelConfig(Variant):
     modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
     paged: bool
     drops: bool = False  # dropout may be on
-    decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
-    cache_format: str = ""  # of a quantized cache: "int8" or "float8"
+    decodes: bool = False  # rows are the queries of all heads that share a key head, rather than the tokens of one head
+    cache_format: str = ""  # format of a quantized cache: "int8" or "float8"
     split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
     column_warps: int = 1  # warps with the same rows, which share out the columns of v
     values_in_keys: bool = False  # v is the first columns of k, in the same memory
@@ -66,7 +66,7 @@ class KernelConfig(Variant):
 
     @property
     def bfloat16(self) -> bool:
-        """Whether q, k, v and out are; otherwise they are float16."""
+        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
         return self.dtype == "bfloat16"
 
     @property
@@ -81,12 +81,12 @@ class KernelConfig(Variant):
 
     @property
     def quantized(self) -> bool:
-        """Whether the cache is."""
+        """Whether the cache is quantized."""
         return self.cache_format != ""
 
     @property
     def cache_is_int8(self) -> bool:
-        """Otherwise it is float8, or not quantized."""
+        """Whether the cache is int8; otherwise it is float8, or not quantized."""
         return self.cache_format == "int8"
 
     @property
@@ -153,12 +153,12 @@ class KernelConfig(Variant):
 
     @property
     def combine_bytes(self) -> int:
-        """Shared memory of a CTA that merges, which it asserts: of each half warp a row, its maximum and sum."""
+        """Shared memory of a CTA that merges, which it asserts: a row, its maximum and its sum for each half warp."""
         return COMBINE_TEAMS * (self.headdim_v * self.num_value_parts + 4) * 4
 
     @property
     def swizzled(self) -> bool:
-        """How rows lie in shared memory (kernels/shared_tile.cuh)."""
+        """Whether rows in shared memory are swizzled (kernels/shared_tile.cuh)."""
         return self.decodes and self.arch >= 80
 
     def _pitch(self, columns: int, element_bytes: int) -> int:
@@ -192,7 +192,7 @@ class BackwardConfig(Variant):
     headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
     headdim_v: int
     tile_m: int  # rows of a CTA: queries, or keys
-    tile_n: int  # of a tile that they meet: keys, or queries
+    tile_n: int  # rows of a tile that they meet: keys, or queries
     num_warps: int
     num_stages: int  # such tiles in shared memory
     min_ctas: int
@@ -206,7 +206,7 @@ class BackwardConfig(Variant):
 
     @property
     def bfloat16(self) -> bool:
-        """Whether q, k, v and out are; otherwise they are float16."""
+        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
         return self.dtype == "bfloat16"
 
     @property
@@ -231,12 +231,12 @@ class BackwardConfig(Variant):
 
     @property
     def rows_are_keys(self) -> bool:
-        """Otherwise they are queries."""
+        """Whether rows are keys; otherwise they are queries."""
         return self.gradients != "q"
 
     @property
     def differentiates_scores(self) -> bool:
-        """Gradients of values need none of scores."""
+        """Whether gradients of scores are computed. Gradients of values need none."""
         return self.gradients != "v"
 
     @property
@@ -305,7 +305,7 @@ class DeltaConfig(Variant):
 
     @property
     def bfloat16(self) -> bool:
-        """Whether q, k, v and out are; otherwise they are float16."""
+        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
         return self.dtype == "bfloat16"
 
     @property
@@ -333,12 +333,12 @@ class QuantizeConfig(Variant):
 
     @property
     def bfloat16(self) -> bool:
-        """Whether q, k, v and out are; otherwise they are float16."""
+        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
         return self.dtype == "bfloat16"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The sums of keys; then queries and keys become bytes."""
+        """Its two functions: one sums keys, the other quantizes queries and keys."""
         names = "fastattention_sum_keys", "fastattention_quantize_rows"
         return tuple(Entry(name, QUANTIZE_THREADS, self.shared_bytes) for name in names)
 
@@ -357,27 +357,27 @@ class AppendConfig(Variant):
     exports: ClassVar = ("bfloat16", "quantized", "cache_is_int8")
     constants: ClassVar = {"num_warps": APPEND_WARPS}
     dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
-    cache_format: str = ""  # of a quantized cache: "int8" or "float8"
-    columns: int = WIDEST_OF_A_WARP  # of a row of keys or values, at most; a multiple of 32
+    cache_format: str = ""  # format of a quantized cache: "int8" or "float8"
+    columns: int = WIDEST_OF_A_WARP  # most columns of a row of keys or values; a multiple of 32
 
     @staticmethod
     def columns_for(headdim: int, headdim_v: int) -> int:
-        """One of two sizes: few variants."""
+        """Columns of a variant for these head dimensions: one of two sizes, so that there are few variants."""
         return AppendConfig.columns if max(headdim, headdim_v) <= AppendConfig.columns else MAX_HEADDIM
 
     @property
     def bfloat16(self) -> bool:
-        """Whether q, k, v and out are; otherwise they are float16."""
+        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
         return self.dtype == "bfloat16"
 
     @property
     def quantized(self) -> bool:
-        """Whether the cache is."""
+        """Whether the cache is quantized."""
         return self.cache_format != ""
 
     @property
     def cache_is_int8(self) -> bool:
-        """Otherwise it is float8, or not quantized."""
+        """Whether the cache is int8; otherwise it is float8, or not quantized."""
         return self.cache_format == "int8"
 
     @property
@@ -399,17 +399,17 @@ class MergeConfig(Variant):
 
     @property
     def bfloat16(self) -> bool:
-        """Whether parts or out are; otherwise 16 bits are float16."""
+        """Whether parts or out are bfloat16; otherwise 16-bit tensors are float16."""
         return "bfloat16" in (self.parts_dtype, self.out_dtype)
 
     @property
     def float32_parts(self) -> bool:
-        """Whether parts are."""
+        """Whether parts are float32."""
         return self.parts_dtype == "float32"
 
     @property
     def float32_out(self) -> bool:
-        """Whether out is."""
+        """Whether out is float32."""
         return self.out_dtype == "float32"
 
     @property

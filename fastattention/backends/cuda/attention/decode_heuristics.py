@@ -16,28 +16,28 @@ from fastattention.backends.cuda.attention.config import CACHE_FORMATS, COMBINE_
 from fastattention.backends.cuda.attention.heuristics import first_that_fits, modifies_scores, padded_headdims
 from fastattention.gpu_runtime.chips import Limits
 
-# Keys of a sequence, without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).
+# Least keys of a sequence without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).
 _LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS, _LEAST_KEYS_OF_A_QUERY = 256, 1024, 4
-# Rows of tiles of the forward and the decode kernel, about. A multiprocessor has two CTAs of the forward kernel, which
-# are its full speed; one alone, and the decode kernel, have this much of it.
+# Typical rows of tiles of the forward and the decode kernel. Two CTAs of the forward kernel run a multiprocessor at
+# full speed. One alone, and the decode kernel, reach the shares below.
 _FORWARD_TILE, _DECODE_TILE = 128, 64
 _SPEED_OF_ONE_CTA, _SPEED_OF_DECODE = 0.79, 0.75
 _MAX_WAVES = 4
-_MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes to launch another kernel
-_MAX_NUMBERS_IN_PLACE = 16 * 256  # likewise, of all these rows
-_ENOUGH_USED = 0.9  # of the best share of the GPU that is used
+_MAX_ROWS_IN_PLACE = 16  # merging more of them in a CTA takes longer than launching another kernel
+_MAX_NUMBERS_IN_PLACE = 16 * 256  # the same limit for elements of all these rows
+_ENOUGH_USED = 0.9  # share of the best utilization of the GPU that is good enough
 
 
 class _Few(NamedTuple):
     """Limits of calls for which a tile is meant."""
 
-    keys: int  # of all heads, for each multiprocessor
+    keys: int  # keys of all heads, for each multiprocessor
     nheads_k: int
-    paged: bool  # to look up pages takes more warps
+    paged: bool  # looking up pages takes more warps
 
 
 class _Tiles(NamedTuple):
-    tile_m: int  # serves calls with as many rows at best
+    tile_m: int  # rows; the tile suits calls with as many
     tile_n: int
     num_warps: int
     num_stages: int
@@ -46,13 +46,13 @@ class _Tiles(NamedTuple):
     split_keys_across_warps: bool
     num_value_parts: int = 1
     few: _Few | None = None
-    quantized: bool = False  # for such caches, whose bytes need more warps than they take memory
+    quantized: bool = False  # whether the tile is for quantized caches, which need more warps for less memory
     column_warps: int = 1
 
 
-# For head dimensions up to the key, the candidates, best first: of those with the fewest rows that hold the call's, or
-# with the most if none does, the first that fits the GPU is taken
-# (docs/decisions/0025-swizzle-decode-copies-and-hint-128-bytes.md, and of quantized caches
+# Candidates for head dimensions up to the key, best first. Tiles with the fewest rows that hold the rows of the call
+# are considered, or the largest if none does. The first that fits the GPU is taken
+# (docs/decisions/0025-swizzle-decode-copies-and-hint-128-bytes.md, and for quantized caches
 # docs/decisions/0029-decode-quantized-caches-with-eight-warps.md).
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
@@ -141,7 +141,7 @@ def num_rows(problem: Problem) -> int:
 
 def is_decode(problem: Problem, limits: Limits) -> bool:
     """Whether the decode kernel serves a problem, rather than the forward kernel."""
-    # What the decode kernel has not.
+    # The decode kernel lacks these features.
     if problem.layout is Layout.VARLEN or problem.dropout_p > 0.0 or problem.block_size or problem.qk_dtype:
         return False
     if problem.cache_dtype is not None:
@@ -157,8 +157,8 @@ def is_decode(problem: Problem, limits: Limits) -> bool:
 def _decodes_faster(problem: Problem, limits: Limits) -> bool:
     """Compares how long multiprocessors are busy, in tiles of the forward kernel.
 
-    That has a CTA for every tile of queries of a head: few CTAs leave multiprocessors idle, and few queries most of a
-    tile empty. The decode kernel shares out all keys evenly, but is slower.
+    The forward kernel has a CTA for every tile of queries of a head: few CTAs leave multiprocessors idle, and few
+    queries leave most of a tile empty. The decode kernel shares out all keys evenly, but is slower.
     """
     ctas = problem.batch_size * problem.nheads * -(-problem.seqlen_q // _FORWARD_TILE)
     forward = 1 / _SPEED_OF_ONE_CTA if ctas <= limits.num_sms else 2 * -(-ctas // (2 * limits.num_sms))
@@ -180,13 +180,13 @@ def configs_for(
     cache_format: str = "",
     values_in_keys: bool = False,
 ) -> list[KernelConfig]:
-    """The candidates for a call, best first. keys: of all heads, for each multiprocessor."""
+    """The candidates for a call, best first. keys: keys of all heads, for each multiprocessor."""
     columns = padded_headdims(headdim, headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
     values_in_keys = values_in_keys and arch in _LATENT_TILES and max(columns) > WIDEST_OF_A_WARP
     if values_in_keys:
         tiles = _LATENT_TILES[arch]
-    # The smallest tile that holds all rows; where there is none, the largest.
+    # The smallest tile that holds all rows is taken; where there is none, the largest.
 
     def preference(sizes: _Tiles) -> tuple[bool, int, bool, bool]:
         return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantized != bool(cache_format), exceeds(sizes.few)
@@ -242,12 +242,12 @@ def choose_decode(problem: Problem, arch: int, limits: Limits, values_in_keys: b
 class Split(NamedTuple):
     """How a decode divides its work, see kernels/schedule.cuh."""
 
-    num_m_tiles: int  # of the query rows that share a key head
+    num_m_tiles: int  # tiles of the query rows that share a key head
     num_units: int  # CTAs of a group: one for each of these tiles and each key head
-    num_cta_groups: int  # that share out all keys, or all parts of all sequences where num_splits is set
-    num_splits: int  # of each sequence, where the call asked for them; otherwise 0
-    num_slots: int  # for partial results; 0 when there are none
-    partial_rows: int  # of a slot
+    num_cta_groups: int  # CTA groups that share out all keys, or all parts of all sequences where num_splits is set
+    num_splits: int  # parts of each sequence, where the call asked for them; otherwise 0
+    num_slots: int  # slots for partial results; 0 when there are none
+    partial_rows: int  # rows of a slot
     teams_of_row: int  # half warps of the other kernel that share the partial results of a row
     merges_in_place: bool  # the last CTA of a unit merges its partial results; otherwise another kernel does
 
@@ -258,16 +258,16 @@ class Split(NamedTuple):
 
     @property
     def num_ctas(self) -> int:
-        """All of them."""
+        """CTAs of all groups."""
         return self.num_cta_groups * self.num_units
 
 
 def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Split:
-    """As many CTAs as the GPU holds at once, unless the call sets num_splits. Lengths are known to the device alone."""
+    """Uses as many CTAs as the GPU holds at once, unless the call sets num_splits. Only the device knows lengths."""
     rows = num_rows(problem)
     num_m_tiles = -(-rows // config.tile_m)
     units, partial_rows = problem.nheads_k * num_m_tiles, min(rows, config.tile_m)
-    most_tiles = max(1, -(-problem.seqlen_k // config.stream_tile))  # of a sequence
+    most_tiles = max(1, -(-problem.seqlen_k // config.stream_tile))  # tiles of the longest sequence
     # A CTA with part of the columns of v has no maxima and sums of its own.
     few = partial_rows <= _MAX_ROWS_IN_PLACE and partial_rows * problem.headdim_v <= _MAX_NUMBERS_IN_PLACE
     in_place = few and config.num_value_parts == 1
@@ -284,7 +284,7 @@ def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Spli
 
 
 def _teams_of_row(num_parts: int) -> int:
-    """Half warps of combine.cuh that merge so many partial results of a row. Each reads four at once."""
+    """Half warps of combine.cuh that merge `num_parts` partial results of a row. Each reads four at once."""
     return 1 if num_parts <= 4 else 4 if num_parts <= 32 else COMBINE_TEAMS
 
 

@@ -31,16 +31,15 @@ class _Tiles(NamedTuple):
     min_ctas: int
     queries_in_registers: bool
     num_value_parts: int = 1
-    max_seqlen_q: int | None = None  # calls with more queries prefer another
-    serves_scores: bool = True  # has registers to spare for modified scores
+    max_seqlen_q: int | None = None  # calls with more queries prefer another tile
+    serves_scores: bool = True  # whether it has registers to spare for modified scores
     column_warps: int = 1
 
 
-# For head dimensions up to the key, the candidates, best first: the first that suits the call and fits the GPU is
-# taken. The first ones of 80 and 75 were chosen on an H200 (docs/decisions/0018-choose-headdim-64-tiles-by-length.md),
-# those of 70 by the predictions of benchmarks/volta_model
-# (docs/decisions/0022-use-256-row-tiles-on-volta-at-headdim-128.md), the others by counting: as many warps, and
-# as few reads of shared memory, as then fit.
+# Candidates for head dimensions up to the key, best first: the first that suits the call and fits the GPU is taken. The
+# first candidates of 80 and 75 were chosen on an H200 (docs/decisions/0018-choose-headdim-64-tiles-by-length.md), those
+# of 70 by the predictions of benchmarks/volta_model (docs/decisions/0022-use-256-row-tiles-on-volta-at-headdim-128.md).
+# The others were chosen by counting: as many warps, and as few reads of shared memory, as fit.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (
@@ -95,7 +94,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 
 
 _OLDEST_OF_INT8 = 75  # code path whose matrix instructions multiply bytes
-_HEADDIMS = (32, 64, 96, 128, 192, WIDEST_OF_A_WARP)  # of tiles
+_HEADDIMS = (32, 64, 96, 128, 192, WIDEST_OF_A_WARP)  # columns of tiles
 
 
 def representative_seqlens() -> list[int]:
@@ -125,7 +124,7 @@ def configs_for(
     block_size: tuple[int, int] | None = None,
     int8_products: bool = False,
 ) -> list[KernelConfig]:
-    """The candidates for a call, best first: those for fewer queries serve it too, if nothing else fits the GPU.
+    """The candidates for a call, best first. Candidates for fewer queries come last, for GPUs that nothing else fits.
 
     With a block mask tiles whose rows keep the same blocks come first.
     """
@@ -184,14 +183,14 @@ def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
 
 
 def multiplies_int8(arch: int, headdim: int = 0) -> bool:
-    """Whether a code path multiplies bytes, of so wide a head: the products fit (kernels/online_softmax.cuh)."""
+    """Whether a code path multiplies bytes, and sums over `headdim` fit (kernels/online_softmax.cuh)."""
     return arch >= _OLDEST_OF_INT8 and headdim <= WIDEST_OF_A_WARP
 
 
 def serves_blocks(tile_m: int, tile_n: int, row_warps: int) -> bool:
-    """Whether a block mask can be gone through by tiles: each is within a column of blocks, a warp's rows within a row.
+    """Whether tiles suit a block mask: a tile is within a column of blocks, and a warp's rows within a row of blocks.
 
-    Sizes of blocks are multiples of BLOCK_STEP.
+    Block sizes are multiples of BLOCK_STEP.
     """
     return BLOCK_STEP % tile_n == 0 and BLOCK_STEP % (tile_m // row_warps) == 0
 
@@ -221,7 +220,7 @@ def first_that_fits(candidates: Iterable[AnyConfig], limits: Limits) -> AnyConfi
 
 
 def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
-    """Query heads whose CTAs start together: their keys and values fit an eighth of L2, or are of one key head.
+    """Query heads whose CTAs start together: their keys and values fit an eighth of L2, or they share one key head.
 
     CTAs of one such group of heads still run when those of the next two begin, queries and results pass through the
     cache too, and an H100 keeps a copy of what it reads in each half of it. Heads that share a key head stay together,
@@ -231,7 +230,7 @@ def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
 
 
 def key_heads_per_l2_wave(problem: Problem, tokens: int, limits: Limits) -> int:
-    """Key heads whose tiles stay in the L2 cache together. tokens: of keys and values, or of whatever a CTA streams."""
+    """Key heads whose tiles stay in the L2 cache together. tokens: those of keys and values, or of other tiles."""
     key_head_bytes = tokens * (problem.headdim + problem.headdim_v) * 2
     most = max(1, limits.l2_bytes // 8 // max(key_head_bytes, 1))
     key_heads = max(1, problem.nheads_k * problem.batch_size)

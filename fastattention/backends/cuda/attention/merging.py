@@ -17,7 +17,7 @@ from fastattention.gpu_runtime.module import KernelLaunch
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _make_params = MergeParams.maker("outs", "lses", "out", "lse")
-MOST_WARPS = 2**31 - 1  # of a launch: kernels count them in 32 bits
+MOST_WARPS = 2**31 - 1  # warps of a launch: kernels count them in 32 bits
 
 
 class MergePlan(NamedTuple):
@@ -28,7 +28,7 @@ class MergePlan(NamedTuple):
 
 
 def num_warps(out_shape: Sequence[int]) -> int:
-    """Warps that merge outs of a shape: one at least for a row, since lse is written without columns too."""
+    """Warps that merge outs of a shape: at least one for each row, since lse is written even without columns."""
     return math.prod(out_shape[:-1]) * max(-(-out_shape[-1] // MERGE_COLUMNS), 1)
 
 
@@ -37,7 +37,7 @@ def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch
     *batch, tokens, nheads, headdim_v = outs[0].shape
     batch_size = math.prod(batch)
     missing = [(0, 0, 0)] * (MOST_PARTS - len(outs))
-    outs_strides = zip(*map(token_strides, outs), *missing, strict=True)  # of each axis those of all parts
+    outs_strides = zip(*map(token_strides, outs), *missing, strict=True)  # for each axis, the strides of all parts
     lses_strides = zip(*map(_lse_strides, lses), *missing, strict=True)
     template = MergeParams.template(
         **named_strides("outs", outs_strides),

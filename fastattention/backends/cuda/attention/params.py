@@ -14,4 +14,4 @@ QuantizeParams = params_of(_HEADER, "QuantizeParams")
 AppendParams = params_of(_HEADER, "AppendParams")
 MergeParams = params_of(_HEADER, "MergeParams")
 
-MOST_PARTS = constants_of(_HEADER)["kMostParts"]  # of a launch of merge.cuh
+MOST_PARTS = constants_of(_HEADER)["kMostParts"]  # parts of a launch of merge.cuh

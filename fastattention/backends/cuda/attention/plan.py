@@ -1,4 +1,4 @@
-"""Plan: what depends on a problem alone, its kernels and their grids; and the parameters that its calls share."""
+"""Plan: the kernels and grids of a problem, and the parameters that its calls share."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class Plan:
     """The kernels that serve a problem."""
 
-    dtype: torch.dtype  # in which attention reads and writes
+    dtype: torch.dtype  # the dtype in which attention reads and writes
     append: KernelLaunch | None
-    attention: tuple[KernelLaunch, ...]  # none when there is nothing to compute
+    attention: tuple[KernelLaunch, ...]  # empty when there is nothing to compute
     num_m_tiles: int
     heads_per_l2_wave: int
-    split: Split | None  # of a decode
+    split: Split | None  # how a decode divides its keys
 
 
 def make_plan(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> Plan:
@@ -83,7 +83,7 @@ def _append_launch(problem: Problem) -> KernelLaunch | None:
 def attention_template(
     problem: Problem, inputs: Inputs, num_m_tiles: int = 0, heads_per_l2_wave: int = 0, split: Split | None = None
 ) -> bytes:
-    """The parameters of a call without its pointers. What is not given is for the caller to fill in."""
+    """The parameters of a call without its pointers. The caller fills in fields that are not given."""
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     varlen = problem.layout is Layout.VARLEN
     headdim_v = inputs.v.shape[-1]
@@ -137,14 +137,14 @@ def attention_template(
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The first of the words of 32 bits, as an int32, whose weights are kept (backends/common/dropout.py)."""
+    """The lowest 32-bit word, as an int32, whose weights are kept (backends/common/dropout.py)."""
     return (min(round(dropout_p * 2**32), 2**32 - 1) ^ 1 << 31) - (1 << 31)
 
 
 def divisor(name: str, size: int) -> dict[str, int]:
-    """What kernels divide by a number with (Divisor in numbers.cuh), as int32: `name`_multiplier, `name`_shift.
+    """Factors by which kernels divide by `size` (Divisor in numbers.cuh), int32: `name`_multiplier, `name`_shift.
 
-    Zeros below 2.
+    They are zeros for sizes below 2.
     """
     multiplier = shift = 0
     if size >= 2:
@@ -155,7 +155,7 @@ def divisor(name: str, size: int) -> dict[str, int]:
 
 
 def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
-    """Tokens that a sequence's cache may hold before the call: room for its new tokens, and angles for them and q."""
+    """Most tokens in a sequence's cache before the call: it needs room for new ones, and angles for them and q."""
     room = problem.seqlen_k - problem.seqlen_new
     if inputs.rotary_cos is None:
         return room

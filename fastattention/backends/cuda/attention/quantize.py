@@ -1,6 +1,6 @@
 """Products of queries and keys in int8: before attention both become bytes, with scales.
 
-Attention takes bytes in pairs, as numbers of 16 bits that are half as many.
+Attention reads bytes in pairs, as half as many 16-bit elements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastattention.quantized import KEYS_OF_SCALE
 _make_params = QuantizeParams.maker(
     "q", "k", "cu_seqlens_q", "cu_seqlens_k", "sums", "q_stored", "k_stored", "q_scale", "q_shift", "k_scale"
 )
-_CHUNK_TOKENS = 512  # keys that are summed up together; kernels/quantize_rows.cuh says the same
+_CHUNK_TOKENS = 512  # keys that are summed up together; as in kernels/quantize_rows.cuh
 
 
 def why_not_int8(problem: Problem, arch: int) -> str | None:
@@ -43,10 +43,10 @@ def why_not_int8(problem: Problem, arch: int) -> str | None:
 
 
 class Int8Call:
-    """Attention of a problem with qk_dtype, to tensors with the strides of a signature.
+    """Attention of a problem with qk_dtype, for tensors with the strides of one signature.
 
-    dtype: in which attention reads and writes; launcher: gives what enqueues a kernel; planned: plans attention to the
-    tensors that it is given, whose queries and keys are bytes
+    dtype: that in which attention reads and writes; launcher: gives a function that enqueues a kernel; planned: plans
+        attention to tensors whose queries and keys are bytes
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Int8Call:
     ) -> None:
         self._problem, self._dtype, self._planned = problem, dtype, planned
         self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
-        self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v: one that is not aligned is copied
+        self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v, since an unaligned v is copied
         self._num_chunks = -(-problem.seqlen_k // _CHUNK_TOKENS)
         self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))
         q_tiles, k_tiles = self._tiles
@@ -72,7 +72,7 @@ class Int8Call:
         ]
 
     def __call__(self, inputs: Inputs) -> AttentionOutput:
-        """Two kernels that make bytes of queries and keys, then attention."""
+        """Two kernels quantize queries and keys to bytes, then attention runs."""
         problem, dtype = self._problem, self._dtype
         quantized = self._quantized(prepared(inputs, dtype))
         strides = quantized.v.stride()

@@ -1,7 +1,7 @@
-"""GPU memory in which the CTAs of a decode meet: partial results, and counters that are left at zero for the next one.
+"""GPU memory in which the CTAs of a decode meet: partial results, and counters that each decode resets to zero.
 
-Kernels that run at the same time must not share it. Those of one stream never do, nor do replays of one graph: a
-stream has memory of its own, and so has every call that is captured.
+Kernels that run at the same time must not share it. Kernels of one stream never run at the same time, nor do replays of
+one graph. So every stream has memory of its own, and so has every captured call.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastattention.gpu_runtime.module import is_capturing
 
-_TOTAL = 1 << 20  # counters of a device: 4 MB
+_TOTAL = 1 << 20  # counters of a device, 4 MB
 _OF_STREAM = 1 << 14
-_MOST_KEPT = 1 << 23  # floats of a stream: 32 MB
+_MOST_KEPT = 1 << 23  # floats that are kept for a stream, 32 MB
 
 
 class Scratch:
@@ -34,12 +34,12 @@ class DeviceScratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counters: Tensor | None = None
-        self._used = 0  # of the counters
+        self._used = 0  # counters in use
         self._of_stream: dict[int, Scratch] = {}
         self._lock = threading.Lock()  # streams may have threads of their own
 
     def take(self, num_counters: int, num_floats: int, stream: int) -> Scratch:
-        """At least that much for a kernel on `stream`, the current one of the device."""
+        """Scratch of at least this size for a kernel on `stream`, the current one of the device."""
         known = self._of_stream.get(stream)
         if known is None or known.num_counters < num_counters or known.num_floats < num_floats or is_capturing():
             return self._take_new(num_counters, num_floats, stream)
@@ -51,7 +51,7 @@ class DeviceScratch:
                 return Scratch(self._cut(num_counters), self._floats(num_floats))
             if self._counters is None:
                 self._counters = torch.zeros(_TOTAL, dtype=torch.int32, device=self._device)
-                # Once: other streams will use it too.
+                # This happens once: other streams will use it too.
                 torch.cuda.current_stream(self._device).synchronize()
             known = self._of_stream.get(stream) or Scratch(self._cut(max(num_counters, _OF_STREAM)), self._floats(0))
             counters = known.counters if known.num_counters >= num_counters else self._cut(num_counters)
@@ -63,7 +63,7 @@ class DeviceScratch:
         return torch.empty(count, dtype=torch.float32, device=self._device)
 
     def _cut(self, count: int) -> Tensor:
-        """Counters that nobody else has; where none are left, or none can be had yet, zeros that this call pays for."""
+        """Counters that no other stream has. Where none are left or available yet, new zeros, which take a launch."""
         if self._counters is None or self._used + count > _TOTAL:
             return torch.zeros(count, dtype=torch.int32, device=self._device)
         first, self._used = self._used, self._used + count

@@ -10,7 +10,7 @@ from fastattention.gpu_runtime.chips import Limits
 
 
 def tiled_keys(problem: Problem, extent: Extent, plan: Plan, limits: Limits) -> int:
-    """Tokens of k and v that come from main memory, of all sequences, counted again whenever they come again.
+    """Tokens of k and v of all sequences that are read from main memory, counted every time.
 
     A decode reads each key that a query sees once: the CTAs that share it run side by side (kernels/schedule.cuh). The
     forward kernel runs in waves of as many CTAs as the GPU holds.
@@ -28,19 +28,19 @@ def resident_ctas(config: KernelConfig, limits: Limits) -> int:
 
 
 def _keys_of_waves(problem: Problem, extent: Extent, plan: Plan, limits: Limits, seqlen_q: int, seqlen_k: int) -> int:
-    """Tokens of one sequence and key head.
+    """Tokens that are read for one sequence and key head.
 
     The tiles of heads_per_l2_wave heads start together, those of the last rows first (kernels/work.cuh). A wave is as
-    many of them as the GPU holds. Its CTAs go through the keys in step: from main memory comes each key that one of
-    them sees, once. Keys that the wave before has seen too are still in the L2 cache, if all that it saw fits a quarter
-    of it: an H100 keeps a copy in each half, and queries and results take half of that.
+    many of them as the GPU holds. Its CTAs go through the keys in step, so each key that one of them sees is read from
+    main memory once. Keys that the wave before has seen too are still in the L2 cache, if all that it saw fits a
+    quarter of it: an H100 keeps a copy in each half, and queries and results take half of the rest.
     """
     config = plan.attention[0].variant
     assert isinstance(config, KernelConfig)
     heads = min(plan.heads_per_l2_wave, problem.batch_size * problem.nheads)
     ctas_of_tile = heads * config.num_value_parts
     resident, num_tiles = resident_ctas(config, limits), -(-seqlen_q // config.tile_m)
-    key_bytes = token_bytes(problem, extent) * heads // problem.nheads  # of a token, of the key heads that run together
+    key_bytes = token_bytes(problem, extent) * heads // problem.nheads  # of a token, in the heads of a wave
     mask = mask_of(problem, seqlen_q, seqlen_k)
     keys, first_kept = 0, seqlen_k
     for cta in range(0, num_tiles * ctas_of_tile, resident):

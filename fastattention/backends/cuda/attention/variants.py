@@ -26,7 +26,7 @@ from fastattention.backends.cuda.attention.heuristics import multiplies_int8
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Variant
 
-HEADDIMS = (32, 64, 96, 128, 192, 256, 512)  # that heuristics.padded_headdims gives, of keys
+HEADDIMS = (32, 64, 96, 128, 192, 256, 512)  # head dimensions of keys that heuristics.padded_headdims gives
 DTYPES = (torch.float16, torch.bfloat16)
 SEQLEN = 4096  # queries and keys of a call, where nothing else is said
 
@@ -38,7 +38,7 @@ class Feature(enum.Enum):
     SCORES = "scores"  # softcap, ALiBi, bias, or a softmax_scale that is not positive
     PAGED = "paged"
     BLOCKS = "blocks"  # a block mask
-    PRODUCTS = "products"  # of queries and keys in int8
+    PRODUCTS = "products"  # int8 products of queries and keys
     INT8 = "int8"  # a quantized cache
     FLOAT8 = "float8"
 
@@ -115,8 +115,8 @@ def choose_decode_variant(
 ) -> KernelConfig:
     """The kernel of a decode.
 
-    cache_dtype: of a quantized cache; rows: of queries, that share a key head; keys: of all heads, for each
-    multiprocessor.
+    cache_dtype: that of a quantized cache; rows: query rows that share a key head; keys: keys of all heads, for each
+        multiprocessor.
     """
     problem = replace(
         _CALL,
@@ -213,7 +213,7 @@ def training_variants_of(
     dtypes: Sequence[torch.dtype] = DTYPES,
     arch: int | None = None,
 ) -> list[Variant]:
-    """What training needs besides: backwards, plain, with modified scores, blocks or dropout; forwards with dropout."""
+    """Further variants for training: backwards (plain, modified scores, blocks, dropout), and forwards with dropout."""
     arch = arch or limits.arch
     plain = replace(_CALL, grads=("q", "k", "v"))
     kinds = plain, replace(plain, softcap=1.0), replace(plain, block_size=(128, 128)), replace(plain, dropout_p=0.1)
@@ -239,7 +239,7 @@ def _quantizers_of(dtypes: Sequence[str], headdims: Sequence[int]) -> Iterator[Q
 
 
 def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:
-    """Kernels that merge parts: of few, and of more than one launch takes, whose groups are merged in float32 first."""
+    """Kernels that merge parts: few parts, and groups of many, which are merged in float32 first."""
     yield MergeConfig("float32", "float32")
     for dtype in dtypes:
         yield MergeConfig(dtype, dtype)

@@ -1,1 +1,1 @@
-"""What kernels of all families share."""
+"""Code and headers that kernels of all families share."""

@@ -16,7 +16,7 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """Inputs as the kernels read them: nothing is copied when they have `dtype` and rows at multiples of 16 bytes."""
     bias = inputs.attn_bias
     if bias is not None and bias.dtype not in (torch.float32, dtype):
-        bias = bias.float()  # not `dtype`: a low bfloat16 would become -infinity in float16
+        bias = bias.float()  # not in `dtype`: a large negative bfloat16 would become -inf in float16
     check_float16_range(dtype, "sdpa", q=inputs.q, k=inputs.k, v=inputs.v)
     if inputs.v_scale is None:  # no quantized cache
         q, k, v = (aligned_as(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
@@ -26,7 +26,7 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def check_float16_range(dtype: torch.dtype, remedy: str, **tensors: Tensor) -> None:
-    """Raises ArgumentError for a number of bfloat16 that is infinite in `dtype`, where FASTATTENTION_CHECK_RANGE asks.
+    """Raises ArgumentError for bfloat16 values that are infinite in `dtype`, if FASTATTENTION_CHECK_RANGE is set.
 
     remedy: the name of a backend that computes in bfloat16
     """
@@ -43,7 +43,7 @@ def check_float16_range(dtype: torch.dtype, remedy: str, **tensors: Tensor) -> N
 
 
 def is_aligned(tensor: Tensor, columns: int = CHUNK) -> bool:
-    """Rows are contiguous, begin at 16 bytes, have a multiple of `columns` and lie less than 2^31 elements apart."""
+    """Whether rows are contiguous, 16-byte aligned, a multiple of `columns` wide and less than 2^31 elements apart."""
     *outer, row, head, column = tensor.stride()
     in_chunks = all(size * tensor.itemsize % 16 == 0 for size in (*outer, row, head))
     return in_chunks and tensor.shape[-1] % columns == 0 and tensor.data_ptr() % 16 == 0 and column == 1 and row < 2**31
@@ -55,11 +55,11 @@ def aligned_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(tensor: Tensor, columns: int) -> Tensor:
-    """The tensor, or a copy of it that is aligned; columns that it lacks are zeros."""
+    """The tensor, or an aligned copy whose added columns are zeros."""
     if is_aligned(tensor, columns):
         return tensor
     if missing := -tensor.shape[-1] % columns:
-        # As bytes, because torch pads no float8.
+        # It is padded as bytes, because torch pads no float8.
         padded = torch.nn.functional.pad(tensor.view(torch.int8) if tensor.itemsize == 1 else tensor, (0, missing))
         return padded.view(tensor.dtype)
     return tensor.clone(memory_format=torch.contiguous_format)

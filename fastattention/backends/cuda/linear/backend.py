@@ -18,7 +18,7 @@ from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearProblem
 
-_MOST_CTAS = 2**31 - 1  # of a launch
+_MOST_CTAS = 2**31 - 1  # CTAs of a launch
 
 
 class CudaLinearBackend(LinearBackend):
@@ -46,7 +46,7 @@ class CudaLinearBackend(LinearBackend):
         return None
 
     def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
-        """Three launches for chunks, one token by token."""
+        """Three launches for a call in chunks, one for a call token by token."""
         limits = self._limits(problem)
 
         def launcher(launch: KernelLaunch) -> Callable[[Params], None]:
@@ -56,7 +56,7 @@ class CudaLinearBackend(LinearBackend):
             return ChunkedCall(problem, config.cuda_arch() or limits.arch, limits, launcher)
         return StepCall(problem, inputs, limits, launcher)
 
-    # What the emulator of the tests does its own way.
+    # The emulator of the tests replaces this method.
 
     def _why_not_device(self, problem: LinearProblem) -> str | None:
         return device.why_not(problem.device)

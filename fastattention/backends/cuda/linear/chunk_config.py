@@ -1,4 +1,4 @@
-"""The configurations of the kernels of chunked linear attention, and what C++ reads of them."""
+"""The configurations of the kernels of chunked linear attention, from which C++ reads its constants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastattention.gpu_runtime.variant import Entry, Variant
 FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
 
 HEADDIMS = (64, 128, 256)  # columns of a tile of queries or keys
-_ELEMENT_BYTES = 2  # in shared memory, on Pascal too: floats would not fit
+_ELEMENT_BYTES = 2  # bytes of an element in shared memory, on Pascal too: floats would not fit
 
 
 def padded_headdim(headdim: int) -> int:
@@ -21,7 +21,7 @@ def padded_headdim(headdim: int) -> int:
 
 
 def factors_of_chunk(chunk: int) -> int:
-    """Floats that kernels/factors.cuh has of a chunk."""
+    """Floats that kernels/factors.cuh keeps of a chunk."""
     return 4 * chunk + 4
 
 
@@ -32,7 +32,7 @@ def _tile_bytes(rows: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class _ChunkVariant(Variant):
-    """What the kernels have in common."""
+    """Fields that all variants have."""
 
     include_folders: ClassVar = FOLDERS
     exports: ClassVar[tuple[str, ...]] = (
@@ -43,7 +43,7 @@ class _ChunkVariant(Variant):
 
     arch: int  # code path: 60, 70, 75 or 80
     dtype: str  # "float16" or "bfloat16"
-    headdim: int  # one of HEADDIMS, of keys: all of them
+    headdim: int  # one of HEADDIMS: columns of keys, even where CTAs share them
     chunk: int  # tokens
 
     @property
@@ -65,7 +65,7 @@ class _ChunkVariant(Variant):
 
     @property
     def bfloat16(self) -> bool:
-        """Whether 16-bit tensors are; otherwise they are float16."""
+        """Whether 16-bit tensors are bfloat16; otherwise they are float16."""
         return self.dtype == "bfloat16"
 
     bfloat16_operands = bfloat16
@@ -83,7 +83,7 @@ class PrepareConfig(_ChunkVariant):
     delta_rule: bool
 
     source: ClassVar[str] = "prepare.cuh"
-    # As many CTAs as shared memory holds: the compiler takes 116 registers otherwise.
+    # min_ctas is the number of CTAs that shared memory holds: without it the compiler takes 116 registers.
     constants: ClassVar = _ChunkVariant.constants | {"min_ctas": 4}
 
     @property
@@ -93,7 +93,7 @@ class PrepareConfig(_ChunkVariant):
 
     @property
     def num_warps(self) -> int:
-        """A warp has a step of rows, of queries or of keys."""
+        """Warps of a CTA: each has one step of rows, of queries or of keys."""
         return self.chunk // ARCH_FACTS[self.arch].step_rows * (1 + self.delta_rule)
 
     @property
@@ -107,14 +107,14 @@ class PrepareConfig(_ChunkVariant):
 class PrepareKeysConfig(_ChunkVariant):
     """One variant of kernels/prepare_keys.cuh."""
 
-    gate_format: int  # of GATE_FORMATS
+    gate_format: int  # a value of GATE_FORMATS
 
     source: ClassVar[str] = "prepare_keys.cuh"
     exports: ClassVar = (*(name for name in _ChunkVariant.exports if name != "delta_rule"), "min_ctas")
 
     @property
     def min_ctas(self) -> int:
-        """With 128 registers a thread."""
+        """CTAs of a multiprocessor, with 128 registers a thread."""
         return 16 // self.num_warps
 
     @property
@@ -124,13 +124,13 @@ class PrepareKeysConfig(_ChunkVariant):
 
     @property
     def num_warps(self) -> int:
-        """A warp has eight tokens."""
+        """Warps of a CTA: each has eight tokens."""
         return self.chunk // 8
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, which the kernel asserts: slices of 64 columns, and products of their gates."""
-        sizes = 4 if self.chunk == 64 else 3  # of parts that are joined
+        sizes = 4 if self.chunk == 64 else 3  # one for each size of the parts that are joined
         return sizes * _tile_bytes(self.chunk, 64) + self.num_warps * 64 * 4
 
 
@@ -138,8 +138,8 @@ class PrepareKeysConfig(_ChunkVariant):
 class StatesConfig(_ChunkVariant):
     """One variant of kernels/states.cuh."""
 
-    rule: str  # "delta", or of gated linear attention with a gate a "head" or a "key" dimension
-    num_steps: int  # of columns of v, of a CTA
+    rule: str  # "delta"; or "head" or "key": gated linear attention with gates of heads or of key dimensions
+    num_steps: int  # steps of columns of v that a CTA computes
     num_key_parts: int  # CTAs that share the key dimensions; 1 for the delta rule
     num_stages: int  # chunks in shared memory
 
@@ -154,12 +154,12 @@ class StatesConfig(_ChunkVariant):
 
     @property
     def value_columns(self) -> int:
-        """Columns of a CTA."""
+        """Columns of v of a CTA."""
         return self.columns
 
     @property
     def delta_rule(self) -> bool:
-        """Otherwise gated linear attention."""
+        """Whether the rule is the delta rule; otherwise it is gated linear attention."""
         return self.rule == "delta"
 
     @property
@@ -169,7 +169,7 @@ class StatesConfig(_ChunkVariant):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Its one function. CTAs that began early would crowd on the first multiprocessors that are free."""
+        """Its one function, which starts after the kernel before: early CTAs would crowd on few multiprocessors."""
         return (Entry("fastattention_linear_states", 32 * self.num_warps, self.shared_bytes),)
 
     @property
@@ -194,7 +194,7 @@ class StatesConfig(_ChunkVariant):
         squares = delta * _tile_bytes(self.chunk, self.chunk)
         tokens = _tile_bytes(self.chunk, self.key_columns) + _tile_bytes(self.chunk, self.columns)
         factors = 4 * (self.key_columns if self.rule == "key" else factors_of_chunk(self.chunk))
-        turns = 2 if self.num_stages > 1 and not delta else 1  # of what warps exchange
+        turns = 2 if self.num_stages > 1 and not delta else 1  # copies of the tiles that warps exchange
         exchange = turns * _tile_bytes(self.columns, self.key_columns) + (turns + 2 * delta) * _tile_bytes(
             self.columns, self.chunk
         )
@@ -205,19 +205,19 @@ class StatesConfig(_ChunkVariant):
 class OutputsConfig(_ChunkVariant):
     """One variant of kernels/outputs.cuh."""
 
-    rule: str  # as of StatesConfig
-    columns: int  # of v, of a CTA
+    rule: str  # as in StatesConfig
+    columns: int  # columns of v of a CTA
 
     source: ClassVar[str] = "outputs.cuh"
 
     @property
     def value_columns(self) -> int:
-        """Columns of a CTA."""
+        """Columns of v of a CTA."""
         return self.columns
 
     @property
     def delta_rule(self) -> bool:
-        """Otherwise gated linear attention."""
+        """Whether the rule is the delta rule; otherwise it is gated linear attention."""
         return self.rule == "delta"
 
     @property

@@ -19,23 +19,23 @@ from fastattention.backends.cuda.linear.params import GATE_FORMATS
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.linear.problem import LinearProblem
 
-# Tokens of a chunk: 64 halve the steps that follow one another. Copies through registers have one stage, and 32 tokens
-# leave room for a second CTA, which works while the first one copies.
+# Tokens of a chunk. Chunks of 64 tokens halve the number of sequential steps. Copies through registers have one stage.
+# There, 32 tokens make room for a second CTA, which works while the first one copies.
 _LONG_CHUNK, _CHUNK = 64, 32
-_WIDEST_OF_LONG_CHUNKS = 128  # headdim of keys
+_WIDEST_OF_LONG_CHUNKS = 128  # largest headdim of keys with long chunks
 
-# Chunks in shared memory, the most first: as many as there is room for. The delta rule takes longer for a chunk.
-_STAGES = {True: (4, 3, 2), False: (8, 7, 6, 5, 4, 3)}  # by whether it is the delta rule
+# Chunks in shared memory, the most first: the first number that fits is taken. The delta rule takes longer for a chunk.
+_STAGES = {True: (4, 3, 2), False: (8, 7, 6, 5, 4, 3)}  # True: the delta rule
 
-# Numbers of the state of a CTA: more of them read less from the L2 cache, fewer leave CTAs for more multiprocessors.
-# The time that a CTA takes for a chunk grows with them, but a part of it is always the same.
-_MOST_STATE = 64 * 128  # in registers
-_FIXED_STATE = 24 * 128  # that would take as long as this part
-_STEPS = 1, 2, 4  # of columns of v
+# Elements of the state of a CTA. With more of them, less is read from the L2 cache. With fewer, there are CTAs for more
+# multiprocessors. The time of a chunk is a fixed part and a part that grows with them.
+_MOST_STATE = 64 * 128  # elements that fit registers
+_FIXED_STATE = 24 * 128  # elements that take as long as the fixed part
+_STEPS = 1, 2, 4  # steps of columns of v of a CTA of states
 _MOST_COLUMNS = 64
 _FEWEST_KEYS = 64
 
-_OUT_COLUMNS = 64, 32  # of v, of a CTA of outputs, the best first
+_OUT_COLUMNS = 64, 32  # columns of v of a CTA of outputs, the best first
 
 
 class ChunkKernels(NamedTuple):
@@ -47,7 +47,7 @@ class ChunkKernels(NamedTuple):
 
 
 def operand_dtype(dtype: torch.dtype, arch: int) -> torch.dtype:
-    """In which tensors are read: bfloat16 is float16 before Ampere."""
+    """The dtype in which tensors are read: before Ampere, bfloat16 is converted to float16."""
     return dtype if arch >= 80 else torch.float16
 
 
@@ -87,7 +87,7 @@ def _divisions(problem: LinearProblem, headdim: int, arch: int, limits: Limits) 
         columns, parts = division[0] * step_rows, division[1]
         keys = headdim // parts
         waves = -(-heads * parts * -(-problem.headdim_v // columns) // limits.num_sms)
-        return waves * (_FIXED_STATE + columns * keys), columns + keys  # which a chunk copies for each token
+        return waves * (_FIXED_STATE + columns * keys), columns + keys  # copied for each token of a chunk
 
     parts = [1] if problem.delta_rule else [parts for parts in (1, 2, 4) if headdim // parts >= _FEWEST_KEYS]
     divisions = itertools.product(_STEPS, parts)

@@ -1,8 +1,8 @@
 """Serves chunked linear attention by three kernels.
 
-What depends on no state is computed for all chunks at once, then states chunk after chunk, then outputs of all chunks
-at once. States before all chunks are kept until then: with 64 tokens a chunk and 128 x 128 numbers a head that is
-512 bytes a token and head of scratch, and 256 more of updates for the delta rule.
+The first computes what depends on no state, for all chunks at once. The second computes states, chunk after chunk, and
+the third outputs of all chunks at once. The state before each chunk is kept until then: 512 bytes of scratch for each
+token and head, with chunks of 64 tokens and 128 x 128 elements a state. The delta rule takes 256 more for updates.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Launcher = Callable[[Params], None]
 
 
 class ChunkedCall:
-    """How calls of a chunked problem in 16 bits are served, whose tensors all have the strides of the first."""
+    """Serves calls of a chunked problem in 16 bits whose tensors have the strides of the first call."""
 
     def __init__(
         self, problem: LinearProblem, arch: int, limits: Limits, launcher: Callable[[KernelLaunch], Launcher]
     ) -> None:
-        """launcher: gives what enqueues a kernel."""
+        """launcher: gives a function that enqueues a kernel."""
         self._problem, self._dtype = problem, operand_dtype(problem.dtype, arch)
         _, states, outputs = kernels = choose_chunk_kernels(problem, arch, limits)
         self._num_slots = _num_slots(problem, states.chunk)
@@ -48,7 +48,7 @@ class ChunkedCall:
         *self._offsets, self._scratch_bytes = itertools.accumulate(
             (heads * size for size in scratch.values()), initial=0
         )
-        self._template_as_given: bytes | None = None  # of calls whose tensors kernels read where they are
+        self._template_as_given: bytes | None = None  # for calls whose tensors kernels read without a copy
         self._make = ChunkParams.maker(*LinearInputs._fields, "out", "final_state", *scratch)
         state_parts = -(-problem.headdim_v // states.columns) * states.num_key_parts
         grids = (
@@ -68,7 +68,7 @@ class ChunkedCall:
         check_float16_range(self._dtype, "torch", q=inputs.q, k=inputs.k, v=inputs.v)
         given = inputs
         q, k, v = (aligned_as(tensor, self._dtype) for tensor in inputs[:3])
-        if problem.gate_per_key:  # prepare_keys.cuh reads four of them at once
+        if problem.gate_per_key:  # prepare_keys.cuh reads four gates at once
             inputs = inputs._replace(g=aligned_as(inputs.g, inputs.g.dtype))
         as_given = q is given.q and k is given.k and v is given.v and inputs.g is given.g
         template = self._template_as_given if as_given else None
@@ -116,7 +116,7 @@ class ChunkedCall:
 
 
 def _num_slots(problem: LinearProblem, chunk: int) -> int:
-    """Chunks that scratch of a head has room for; of varlen the most there can be (kernels/chunk.cuh)."""
+    """Chunks that scratch of a head has room for: the most that a varlen call can have (kernels/chunk.cuh)."""
     if problem.varlen:
         return problem.seqlen // chunk + problem.num_sequences
     return problem.batch_size * -(-problem.seqlen // chunk)

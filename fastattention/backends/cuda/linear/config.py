@@ -1,4 +1,4 @@
-"""StepConfig: the variants of the kernel that goes token by token, and what C++ reads of them."""
+"""StepConfig: the variants of the kernel that goes token by token. C++ reads its constants from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastattention.gpu_runtime.variant import Entry, Variant
 
 STEP_COLUMNS = (16, 32)
 STEP_WARPS = (1, 2, 4, 8)
-WARP_ROWS = 32  # of a state
+WARP_ROWS = 32  # rows of a state that a warp takes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -28,26 +28,26 @@ class StepConfig(Variant):
     exports: ClassVar = ("bfloat16", "float32", "shared_bytes")
     constants: ClassVar = {"warp_rows": WARP_ROWS}
 
-    dtype: torch.dtype  # of q, k, v and out
+    dtype: torch.dtype  # dtype of q, k, v and out
     gate_per_key: bool
-    columns: int  # of a state, that a CTA takes; a lane holds as many numbers
-    num_warps: int  # that share out the rows
+    columns: int  # columns of a state that a CTA takes; a lane holds as many elements
+    num_warps: int  # warps that share out the rows
 
     @property
     def bfloat16(self) -> bool:
-        """Whether 16-bit tensors are; otherwise they are float16."""
+        """Whether 16-bit tensors are bfloat16; otherwise they are float16."""
         return self.dtype is torch.bfloat16
 
     @property
     def float32(self) -> bool:
-        """Whether q, k, v and out are."""
+        """Whether q, k, v and out are float32."""
         return self.dtype is torch.float32
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, for sums of rows that warps exchange; kernels/step.cuh asserts the same."""
-        products = 1 if self.gate_per_key else 2  # of each column; only gates of heads meet the delta rule
-        fours = products * self.columns // 4 + 1  # of a warp: with those that belong to no column
+        products = 1 if self.gate_per_key else 2  # sums of each column; the delta rule has gates of heads only
+        fours = products * self.columns // 4 + 1  # groups of four sums of a warp, with one that belongs to no column
         return 2 * self.num_warps * fours * 16 if self.num_warps > 1 else 0
 
     @property

@@ -9,8 +9,8 @@ from fastattention.linear.problem import LinearProblem
 def choose_step(problem: LinearProblem, num_sms: int) -> StepConfig:
     """The variant that goes token by token.
 
-    A row of 32 columns fills the 128 bytes that a GPU likes to read at once. Tiles of 16 make up for few states: twice
-    the CTAs, where some multiprocessors would have none.
+    A row of 32 columns fills the 128 bytes that a GPU reads best at once. With few states, tiles of 16 columns give
+    twice the CTAs, so that fewer multiprocessors are idle.
     """
     narrow, wide = STEP_COLUMNS
     num_warps = next(warps for warps in STEP_WARPS if warps * WARP_ROWS >= problem.headdim_k)

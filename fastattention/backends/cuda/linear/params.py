@@ -8,7 +8,7 @@ import torch
 
 from fastattention.backends.common.c_struct import params_of
 
-GATE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, None: 0}  # as kernels/*_params.h have them
+GATE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, None: 0}  # as in kernels/*_params.h
 
 _KERNELS = Path(__file__).parent / "kernels"
 

@@ -1,4 +1,4 @@
-"""Token by token: the launch of kernels/step.cuh for tensors of some shapes and strides."""
+"""Linear attention token by token: launches kernels/step.cuh for tensors of some shapes and strides."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Launcher = Callable[[Params], None]
 
 
 class StepCall:
-    """How calls with the strides of `inputs` are served. Any number of threads may call it at a time."""
+    """Serves calls with the strides of `inputs`. Any number of threads may call it at a time."""
 
     def __init__(
         self, problem: LinearProblem, inputs: LinearInputs, limits: Limits, launcher: Callable[[KernelLaunch], Launcher]
     ) -> None:
-        """launcher: gives what enqueues a kernel."""
+        """launcher: gives a function that enqueues a kernel."""
         config = choose_step(problem, limits.num_sms)
         launch = KernelLaunch(config, 0, num_ctas(problem, config.columns))
         self._launch = launcher(launch) if launch.num_ctas else None
@@ -44,7 +44,7 @@ class StepCall:
 
 
 def step_template(problem: LinearProblem, inputs: LinearInputs, columns: int) -> bytes:
-    """All parameters but addresses. columns: of a state, that a CTA takes."""
+    """All parameters but addresses. columns: columns of a state that a CTA takes."""
     return StepParams.template(
         **named_strides("q", first_strides(inputs.q), "batch token head"),
         **named_strides("k", first_strides(inputs.k), "batch token head"),

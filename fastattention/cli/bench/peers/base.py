@@ -14,7 +14,7 @@ from fastattention.cli.bench.workload import BenchWorkload, Tensors
 
 @dataclass(frozen=True)
 class Prepared:
-    """A peer ready for one workload, with its inputs in the layout that it likes best. Only `call` is timed."""
+    """A peer ready for one workload, with its inputs in the layout that suits it best. Only `call` is timed."""
 
     call: Callable[[], Any]
     output: Callable[[Any], Tensor]  # what `call` returned -> (batch_size, seqlen_q, nheads, headdim) or varlen
@@ -23,12 +23,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody who computes attention. All use the threads of `fastattention.get_num_threads()`."""
+    """An implementation of attention. All use the threads of `fastattention.get_num_threads()`."""
 
     name: str
-    applies_to: Callable[[BenchWorkload], bool]  # where the question makes no sense for a peer, it is not mentioned
+    applies_to: Callable[[BenchWorkload], bool]  # a peer is not mentioned where it does not apply
     prepare: Callable[[BenchWorkload, Tensors], Prepared]
-    version: Callable[[], str]  # of what does the work; called only where the peer is available
+    version: Callable[[], str]  # version of the library that computes; called only where the peer is available
     why_unavailable: Callable[[], str | None] = lambda: None  # why it cannot be used here, and how to install it
     why_not: Callable[[BenchWorkload], str | None] = lambda workload: None  # why not for a workload that it applies to
 
@@ -56,7 +56,7 @@ def is_dense(workload: BenchWorkload) -> bool:
 def prepare_backward(
     forward: Callable[..., Any], inputs: Tensors, grad: Tensor, output: Callable[[Any], Tensor], detail: str
 ) -> Prepared:
-    """The gradients of q, k and v, from what `forward` kept of a call with them; the output is that of q."""
+    """The backward of `forward`: gradients of q, k and v. The output is the gradient of q."""
     leaves = Tensors(*(tensor.detach().requires_grad_() for tensor in inputs))
     out = forward(*leaves)
 

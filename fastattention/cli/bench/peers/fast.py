@@ -16,7 +16,7 @@ from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradie
 
 
 def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
-    """In the layout it likes best: for a decode, caches that store heads first, as those of Transformers do."""
+    """A call in the best layout: for a decode, caches that store heads first, as caches of Transformers do."""
     if is_backward(workload):
         return prepare_gradients(workload, tensors)
     if is_decode(workload):

@@ -58,7 +58,7 @@ class Graph:
 
 
 def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
-    """Queries and results in float32, as the operator has them; keys and values in the dtype of the workload."""
+    """Queries and results are float32, as the operator demands; keys and values have the dtype of the workload."""
     q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
     mask = _causal_mask(workload) if workload.causal and not is_decode(workload) else None
     graph = Graph(_loaded(), q.float(), k, v, mask)
@@ -66,7 +66,7 @@ def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
 
 
 def _causal_mask(workload: BenchWorkload) -> Tensor:
-    """Added to the scores: float16 (1, 1, seqlen_q, seqlen_k)."""
+    """The mask that is added to the scores: float16 (1, 1, seqlen_q, seqlen_k)."""
     seqlen_q, seqlen_k = workload.seqlens_q[0], workload.seqlens_k[0]
     hidden = torch.full((seqlen_q, seqlen_k), float("-inf"), dtype=torch.float16, device="cpu")
     mask = hidden.triu(1 + seqlen_k - seqlen_q)

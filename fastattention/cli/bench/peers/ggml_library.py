@@ -30,7 +30,7 @@ class Ggml(NamedTuple):
 
     @property
     def version(self) -> str:
-        """Version of ggml, who brought it, and the best instruction set it was compiled for."""
+        """Version of ggml, the package that contains it, and the best instruction set it was compiled for."""
         compiled_for = [name for name in INSTRUCTION_SETS if getattr(self.cpu, f"ggml_cpu_has_{name}")()]
         return f"{self.base.ggml_version().decode()} from {self.provider}, {(compiled_for or ['no SIMD'])[0]}"
 
@@ -51,7 +51,7 @@ def load() -> Ggml | str:
 
 
 def _open(folder: Path, provider: str) -> Ggml:
-    # The libraries name one another; whoever needs a symbol has to find it loaded already.
+    # The libraries depend on one another, so they are loaded in the order of their dependencies.
     for name in ("libgomp", "libggml-base", "libggml-cpu"):
         for path in _shared_objects(folder, name)[:1]:
             CDLL(str(path), mode=RTLD_GLOBAL)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fastattention.cli.bench.peers.base import Peer, Prepared, is_backward, is_decode, is_varlen, prepare_backward
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradient, sequences
 
-# Nobody would compute a long prefill with eager attention; benchmarks/memory.py shows what that would take.
+# A long prefill is not measured with eager attention; benchmarks/memory.py shows the memory that it takes.
 LONGEST_EAGER = 256
 
 
@@ -35,7 +35,7 @@ def prepare_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
 
 
 def prepare_folded_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
-    """The way around grouped heads: the query heads of a group become the queries of one head."""
+    """A workaround for grouped heads: the query heads of a group become the queries of one head."""
     inputs = folded(workload, tensors)
     call = functools.partial(scaled_dot_product_attention, *inputs)
     return Prepared(call, functools.partial(unfolded, workload), sdpa_path(*inputs))
@@ -54,7 +54,7 @@ def prepare_eager(workload: BenchWorkload, tensors: Tensors) -> Prepared:
 
 
 def prepare_sdpa_loop(workload: BenchWorkload, tensors: Tensors) -> Prepared:
-    """Variable-length sequences one at a time, the results written back to back as the next layer wants them."""
+    """Variable-length sequences one at a time, with results written back to back, as the next layer reads them."""
     batch = [[heads_first(part[None]) for part in parts] for parts in sequences(workload, tensors)]
 
     def call() -> Tensor:
@@ -92,7 +92,7 @@ def heads_last(tensor: Tensor) -> Tensor:
 
 
 def folded(workload: BenchWorkload, tensors: Tensors) -> Tensors:
-    """One query a sequence -> q (batch_size, nheads_k, group, headdim) beside k and v with heads first."""
+    """One query a sequence -> q (batch_size, nheads_k, group, headdim), and k and v with heads first."""
     group = workload.nheads // workload.nheads_k
     q = tensors.q.reshape(workload.batch_size, workload.nheads_k, group, workload.headdim)
     return Tensors(q.contiguous(), heads_first(tensors.k), heads_first(tensors.v))

@@ -24,8 +24,8 @@ from fastattention.offload.model_shape import PRESETS, ModelShape
 def find_config(name: str, num_layers: int | None, longest: int) -> PretrainedConfig:
     """The configuration of a model for sequences of up to `longest` tokens.
 
-    name: a preset, with "/8" behind it for one of eight tensor-parallel ranks; or a folder with a config.json.
-    num_layers: None for as many as it has. Raises ArgumentError for a name that is neither, and more layers than that.
+    name: a preset, followed by "/8" for one of eight tensor-parallel ranks; or a folder with a config.json. num_layers:
+        None for as many as it has. Raises ArgumentError for another name, and for more layers than it has.
     """
     config = _stored(Path(name)) if Path(name).is_dir() else config_of(find_shape(name), longest)
     if num_layers is not None:
@@ -62,7 +62,7 @@ def find_shape(name: str) -> ModelShape:
 
 
 def config_of(shape: ModelShape, longest: int) -> PretrainedConfig:
-    """For sequences of up to `longest` tokens: Llama, or Starcoder2 for a shape without a gated MLP."""
+    """A configuration for up to `longest` tokens: Llama, or Starcoder2 for a shape without a gated MLP."""
     sizes: dict[str, Any] = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -83,7 +83,7 @@ def _stored(folder: Path) -> PretrainedConfig:
     check_model_folder(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a damaged file makes of readers that are not ours
+    except Exception as error:  # readers of Transformers may raise anything for a damaged file
         raise ArgumentError(f"model {str(folder)!r} cannot be read: {first_line(error)}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ArgumentError(f"model {str(folder)!r} has no num_hidden_layers: it is no language model alone")

@@ -1,4 +1,4 @@
-"""Measures a model over batches and lengths, and shows and writes what was found."""
+"""Measures a model over batches and lengths, and shows and writes the results."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from transformers import Cache, PreTrainedModel, StaticCache
 
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
-_WARM_UP = 2  # steps, in which libraries set up what a graph must not hold
+_WARM_UP = 2  # steps in which libraries set up what must not be captured
 
 
 def next_tokens(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
-    """The likeliest, (batch_size, 1), after `tokens` (batch_size, seqlen), which go into the cache."""
+    """The likeliest tokens, (batch_size, 1), after `tokens` (batch_size, seqlen), which go into the cache."""
     logits: Tensor = model(tokens, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1).logits
     return logits.argmax(-1)
 
@@ -26,8 +26,8 @@ class GraphedDecode:
     """
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor, num_steps: int) -> None:
-        """Reads `tokens` (batch_size, seqlen), and has room for num_steps more than it takes to capture."""
-        # As long as the graph, which works on its memory.
+        """Reads `tokens` (batch_size, seqlen). The cache has room for num_steps more tokens than the capture takes."""
+        # The cache lives as long as the graph, which works on its memory.
         self._cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + num_steps + _WARM_UP + 1)
         self._token = next_tokens(model, tokens, self._cache)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ class GraphedDecode:
             self._forward(model)
 
     def step(self) -> None:
-        """One token for every sequence."""
+        """Decodes one token for every sequence."""
         self._graph.replay()
 
     def _forward(self, model: PreTrainedModel) -> None:

@@ -35,18 +35,18 @@ class Cell(NamedTuple):
 class Effort(NamedTuple):
     """How long to measure."""
 
-    rounds: int  # after the first, whose times are kept apart
+    rounds: int  # rounds after the first, which counts separately
     num_steps: int  # decoded tokens of a round
 
 
 @dataclass
 class Figures:
-    """Of one attention: seconds of each round, the first included; where there are none, why."""
+    """Results of one attention: seconds of each round, with the first; or the reason why there are none."""
 
     prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)  # of the median step
+    decode: list[float] = field(default_factory=list)  # seconds of the median step
     graphed_decode: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None  # of a prefill, weights included
+    peak_bytes: int | None = None  # peak of a prefill, weights included
     refused: dict[str, str] = field(default_factory=dict)  # by the names of the three lists
 
     def steady(self, what: str) -> float | None:
@@ -58,7 +58,7 @@ class Figures:
 def measure(
     model: PreTrainedModel, cell: Cell, effort: Effort, on_progress: Callable[[float], None] = lambda fraction: None
 ) -> dict[str, Figures]:
-    """By attention. What does not fit or is not served is left out of later rounds, with its reason."""
+    """Figures by attention. An attention that does not fit or serve is left out of later rounds, with its reason."""
     figures = {name: Figures() for name in ATTENTIONS}
     tokens = torch.randint(model.config.vocab_size, cell, device=model.device, dtype=torch.int64)
     turns = [(_turn, name) for _ in range(effort.rounds + 1) for name in ATTENTIONS]
@@ -86,7 +86,7 @@ def _turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figures: Figur
 
 
 def _graphed_turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figures: Figures) -> None:
-    """All rounds of a graph, of which only one is kept at a time."""
+    """All rounds of decoding by a graph. Only one graph is kept at a time."""
     with _refusals(figures, "graphed_decode"):
         decode = GraphedDecode(model, tokens, effort.num_steps * (effort.rounds + 1))
         for _ in range(effort.rounds + 1):
@@ -94,7 +94,7 @@ def _graphed_turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figure
 
 
 def _seconds_of_a_step(device: torch.device, step: Callable[[], object], num_steps: int) -> float:
-    """The median of some, each until its token is there, as generation waits for it."""
+    """The median of num_steps steps. Each lasts until its token is there, because generation waits for it."""
     return median(_timed(device, step)[0] for _ in range(num_steps))
 
 
@@ -120,7 +120,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Since the reset; 0 where nobody knows."""
+    """Peak memory since the reset; 0 where it is not known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_memory.peak_bytes() if peak_memory.why_unavailable() is None else 0
@@ -128,7 +128,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 @contextmanager
 def _refusals(figures: Figures, what: str) -> Iterator[None]:
-    """Notes why there is no figure: no memory, or an attention that does not serve the model."""
+    """Records why there is no figure: no memory, or an attention that does not serve the model."""
     try:
         yield
     except (FastAttentionError, MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Tables, JSON and the picture of whole models."""
+"""Tables, JSON and the chart of whole models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastattention.cli.bench.record import SCHEMA
 from fastattention.cli.bench.whole_model.measure import ATTENTIONS, OURS, Cell, Effort, Figures
 from fastattention.files import write_atomically
 
-# What is shown: a heading, the figure, and tokens of a sequence that its seconds are for (None: all of the prompt).
+# Columns: a heading, the figure, and the tokens of a sequence that its seconds are for (None: all of the prompt).
 RATES: dict[str, tuple[str, int | None]] = {
     "prefill": ("prefill, tokens/s", None),
     "decode": ("decode, tokens/s", 1),
@@ -25,7 +25,7 @@ RATES: dict[str, tuple[str, int | None]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a cell."""
+    """The figures of a cell."""
 
     cell: Cell
     figures: dict[str, Figures]
@@ -49,7 +49,7 @@ class Report:
     rows: Sequence[Row]
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds and bytes, by batch and length and attention."""
+        """The report as JSON types: seconds and bytes, by batch, length and attention."""
         rows = [
             {**row.cell._asdict(), "figures": {name: asdict(found) for name, found in row.figures.items()}}
             for row in self.rows
@@ -58,11 +58,11 @@ class Report:
         return {**head, "dtype": self.dtype, **self.effort._asdict(), "machine": self.machine, "rows": rows}
 
     def write_json(self, path: Path) -> None:
-        """Into a folder that exists."""
+        """Writes the report into a folder that exists."""
         write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
     def tables(self) -> list[Table]:
-        """Rates and peak memory; in brackets how ours compares with each, where that is above 1 it is faster."""
+        """Rates and peak memory. In brackets, our rate relative to each: above 1, ours is faster."""
         tables = [
             self._table(heading, lambda row, name, what=what: _rate(row, what, name))  # type: ignore[misc]
             for what, (heading, _) in RATES.items()

@@ -1,4 +1,4 @@
-"""Transformers' server of the OpenAI API, with requests batched on fast_attention: what `fastattention serve` starts.
+"""Transformers' server of the OpenAI API, with requests batched on fast_attention. `fastattention serve` starts it.
 
 server.py starts and stops it; requests.py generates each request, and refuses fields that it cannot honor.
 """

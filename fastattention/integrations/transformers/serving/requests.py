@@ -1,7 +1,8 @@
-"""How requests are generated: all in one batch, each with its own sampling.
+"""Generates requests: all in one batch, each with its own sampling.
 
 Transformers' server takes the first request's temperature, top_p and top_k for all, ignores stop strings and penalties,
-and dies of a prompt that its cache cannot hold. Here each request has its own, and others are refused.
+and crashes on a prompt that its cache cannot hold. Here each request has its own sampling, and unsupported ones are
+refused.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingTopPLogitsWarper,
 )
 
-GREEDY = 1e-30  # stands for temperature 0: the largest score alone, the first of several
-# What a request may ask for; Transformers sets use_cache and cache_implementation itself.
+GREEDY = 1e-30  # stands for temperature 0: only the largest score, or the first of several, is kept
+# Fields that a request may set. Transformers sets use_cache and cache_implementation itself.
 ALLOWED = frozenset({"max_new_tokens", "eos_token_id", "temperature", "top_p", "top_k", "do_sample", "use_cache",
                      "cache_implementation"})  # fmt: skip
 NAMES = {"repetition_penalty": "frequency_penalty", "stop_strings": "stop", "sequence_bias": "logit_bias"}
-# Of the fields that Transformers' server ignores: those that change no answer, and values that ask for nothing.
+# Fields that Transformers' server ignores and that change no answer, and values that have no effect.
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"})
 NOTHING: tuple[Any, ...] = (None, 0, "auto", "none", [], {}, {"type": "text"}, ["text"])
 
 
 class BatchedRequests(CBGenerateManager):
-    """Generation of one model's requests: what the handlers of Transformers' server ask for text."""
+    """Generates one model's requests. The handlers of Transformers' server ask it for text."""
 
     def __init__(self, model: Any, config: ContinuousBatchingConfig) -> None:
-        """Starts the batch. Raises what Transformers raises for a cache that does not fit memory."""
+        """Starts the batch. Raises Transformers' error for a cache that does not fit memory."""
         super().__init__(config)
         self._defaults = model.generation_config
         vocab_size = model.config.get_text_config().vocab_size
@@ -69,7 +70,7 @@ class BatchedRequests(CBGenerateManager):
         )
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
-        """Nothing: the batch was started before the first request."""
+        """Does nothing: the batch was started before the first request."""
 
     def generate_streaming(
         self,
@@ -80,7 +81,7 @@ class BatchedRequests(CBGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Any]:
-        """As Transformers', with this request's own sampling. Raises HTTPException (400) for what cannot be served."""
+        """Streams as Transformers does, with this request's own sampling. Raises HTTPException (400)."""
         one, request_id = self._request(inputs, gen_config, request_id)
         return CBGenerateManager.generate_streaming(
             one, model, processor, inputs, gen_config, request_id, response_parser
@@ -89,7 +90,7 @@ class BatchedRequests(CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Likewise; 503 for a request that ends with the server."""
+        """The same for a whole answer. Raises HTTPException (503) for a request that ends with the server."""
         one, request_id = self._request(inputs, gen_config, request_id)
         try:
             return await CBGenerateManager.generate_non_streaming(one, model, processor, inputs, gen_config, request_id)
@@ -97,14 +98,15 @@ class BatchedRequests(CBGenerateManager):
             raise HTTPException(503, f"the server ended the request: {error}") from error
 
     def fail_all(self) -> None:
-        """Tells all requests under way that they end here."""
+        """Ends all requests under way with an error."""
         assert self._cb is not None
         self._cb.stop(block=True, timeout=10, hard_stop=True)
 
     def _request(self, inputs: Any, gen_config: GenerationConfig, request_id: str) -> tuple[CBGenerateManager, str]:
-        """A manager for one request, whose length and sampling are checked; its answer is shortened to the room.
+        """A manager for one request, whose length and sampling are checked, with its id in the batch.
 
-        And the request's name in the batch: clients choose request_id, and may choose the same.
+        The answer is shortened to the room. Clients choose request_id, and may choose the same, so the batch has ids of
+        its own.
         """
         refuse_unknown(gen_config, self._usual)
         given = len(inputs["input_ids"])
@@ -122,17 +124,17 @@ class BatchedRequests(CBGenerateManager):
 
 
 class _Manager:
-    """A manager that adds a request with sampling of its own."""
+    """A manager that adds one request with its own sampling."""
 
     def __init__(self, manager: Any, sampling: dict[str, float | int]) -> None:
         self._manager, self._sampling = manager, sampling
-        self._add: Callable[[], str] | None = None  # a streamed request, until somebody takes its output
+        self._add: Callable[[], str] | None = None  # adds a streamed request once its output is asked for
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
-        """The request's id. Raises HTTPException (503) where no requests are taken any more."""
+        """The request's id. Raises HTTPException (503) where no more requests are taken."""
         if kwargs["streaming"]:
             self._add = functools.partial(self._add_now, *args, **kwargs)
             request_id: str = kwargs["request_id"]
@@ -140,7 +142,7 @@ class _Manager:
         return self._add_now(*args, **kwargs)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Of a streamed request, which Transformers' server registers after it has added it."""
+        """Registers the handler of a streamed request. Transformers' server does so after it has added the request."""
         self._manager.register_result_handler(request_id, callback)
         if self._add is not None:
             self._add()
@@ -157,7 +159,7 @@ class _Manager:
         return given
 
     def cancel_request(self, request_id: str) -> None:
-        """Of a client that has left: nobody waits for its output."""
+        """Cancels the request of a client that has disconnected."""
         self._manager.cancel_request(request_id)
         self._forget(request_id)
 
@@ -167,7 +169,7 @@ class _Manager:
 
 
 def sampling_of(gen_config: GenerationConfig, defaults: GenerationConfig, vocab_size: int) -> dict[str, float | int]:
-    """temperature, top_p and top_k of a request, with values that turn off what it does not ask for.
+    """temperature, top_p and top_k of a request, with neutral values for those that it does not ask for.
 
     A request samples if the model does by default, or if it asks for another value of one of the three.
     Raises HTTPException (400) for values out of range.
@@ -190,12 +192,12 @@ def sampling_of(gen_config: GenerationConfig, defaults: GenerationConfig, vocab_
 
 
 def refuse_unknown(gen_config: GenerationConfig, usual: Sequence[dict[str, Any]]) -> None:
-    """Raises HTTPException (400) where a request asks for more than sampling, which a batch would ignore.
+    """Raises HTTPException (400) where a request asks for more than sampling: a batch would ignore it.
 
-    usual: configurations that ask for nothing: the model's and Transformers' own
+    usual: configurations whose values are allowed: the model's and Transformers' own
     """
     given = {name: value for name, value in gen_config.to_dict().items() if not name.startswith("_")}
-    if given.get("repetition_penalty") == 1.0:  # none: Transformers makes it of frequency_penalty=0
+    if given.get("repetition_penalty") == 1.0:  # neutral: Transformers makes it of frequency_penalty=0
         del given["repetition_penalty"]
     changed = [
         name
@@ -208,7 +210,7 @@ def refuse_unknown(gen_config: GenerationConfig, usual: Sequence[dict[str, Any]]
 
 
 def refuse_ignored(handler: Any) -> None:
-    """Makes a handler of Transformers' server refuse (400) what it would ignore, and seeds, which would be for all."""
+    """Makes a handler of Transformers' server refuse (400) fields that it ignores, and seeds, which affect all."""
     validate = handler._validate_request
 
     def validate_request(body: dict[str, Any]) -> None:
@@ -226,7 +228,7 @@ def refuse_ignored(handler: Any) -> None:
 
 
 def longest_request(cache: Any) -> int:
-    """Tokens of the longest request that a paged cache holds alone."""
+    """Tokens of the longest request that a paged cache can hold."""
 
     def sectors(tokens: int) -> int:
         allocators = cache.cache_allocators.values()
@@ -236,7 +238,7 @@ def longest_request(cache: Any) -> int:
 
 
 def _try(manager: Any) -> None:
-    """Generates a token: what Transformers cannot batch, it says only then. Raises RuntimeError with its reason."""
+    """Generates a token: Transformers refuses models only then. Raises RuntimeError with its reason."""
     manager.add_request([1, 1], request_id="trial", max_new_tokens=1, temperature=GREEDY, top_p=1.0, top_k=1)
     while (result := manager.get_result(timeout=1.0)) is None:
         if not manager.is_running():
@@ -247,7 +249,7 @@ def _try(manager: Any) -> None:
 
 
 def _sampling(defaults: GenerationConfig) -> GenerationConfig:
-    """What makes Transformers set up temperature, top_k and top_p, which every request then gives."""
+    """A configuration that makes Transformers set up temperature, top_k and top_p. Every request then gives its own."""
     config: GenerationConfig = copy.deepcopy(defaults)
     config.do_sample, config.temperature, config.top_k, config.top_p = True, 0.5, 50, 0.5
     if config.eos_token_id is None:
@@ -256,7 +258,7 @@ def _sampling(defaults: GenerationConfig) -> GenerationConfig:
 
 
 def _skip_what_is_off(processors: list[Any], vocab_size: int) -> None:
-    """Sorting all scores takes longer than the rest of a step on CPUs: only requests that need it pay for it."""
+    """Limits processors to rows that need them: on CPUs sorting all scores takes longer than the rest of a step."""
     for index, processor in enumerate(processors):
         if isinstance(processor, ContinuousBatchingTopKLogitsWarper):
             processors[index] = _WhereNeeded(processor, vocab_size)
@@ -269,13 +271,13 @@ def _skip_what_is_off(processors: list[Any], vocab_size: int) -> None:
 
 
 class _Temperature(ContinuousBatchingTemperatureLogitsWarper):
-    """Transformers', but GREEDY rows keep only the first of their largest scores: half types often have several."""
+    """Transformers' warper, but GREEDY rows keep only the first of their largest scores, often several in 16 bits."""
 
     def __init__(self, processor: ContinuousBatchingTemperatureLogitsWarper) -> None:
         self.temperature = processor.temperature
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Scores (tokens, vocab_size), by the temperature of each."""
+        """Scores (tokens, vocab_size), each row divided by its temperature."""
         temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
         greedy = temperatures < 1e-5
         places = torch.arange(scores.shape[1], device=scores.device)
@@ -284,7 +286,7 @@ class _Temperature(ContinuousBatchingTemperatureLogitsWarper):
 
 
 class _WhereNeeded(ContinuousBatchingLogitsProcessor):
-    """One of Transformers' processors, on the rows of a CPU's batch whose argument is not `off`."""
+    """One of Transformers' processors, applied on CPUs only to rows whose argument is not `off`."""
 
     def __init__(self, processor: Any, off: Any) -> None:
         self._processor, self._off = processor, int(off)
@@ -298,7 +300,7 @@ class _WhereNeeded(ContinuousBatchingLogitsProcessor):
         return found
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Scores (tokens, vocab_size), by the arguments of each, int32 (tokens or more,)."""
+        """Processed scores (tokens, vocab_size); tensor_arg: the arguments of the rows, int32 (tokens or more,)."""
         if not scores.is_cpu:  # rows cannot be chosen in a CUDA graph
             return self._processor(scores, tensor_arg)  # type: ignore[no-any-return]
         needed = (tensor_arg[: scores.shape[0]] != self._off).nonzero().flatten()

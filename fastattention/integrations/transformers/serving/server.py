@@ -21,17 +21,17 @@ from fastattention.errors import ArgumentError, FastAttentionError
 from fastattention.integrations.transformers import NAME, batching
 from fastattention.integrations.transformers.serving.requests import BatchedRequests, refuse_ignored
 
-MOST_REQUESTS = 256  # at a time; CUDA graphs are padded to a power of two up to it, so more would cost all steps
+MOST_REQUESTS = 256  # requests at a time; CUDA graphs are padded to a power of two up to it: more would slow all steps
 
 
 class _Server(Serve):
-    """Transformers' server, which starts when it is told to."""
+    """Transformers' server, which does not start until `start` is called."""
 
     def start_server(self) -> None:
-        """Not yet."""
+        """Does nothing: `start` does."""
 
     def start(self) -> threading.Thread:
-        """The thread that serves: only a program's main thread may handle signals, and that waits for them."""
+        """Starts the thread that serves. The main thread waits for signals, which only it may handle."""
         Serve.start_server(self)  # type: ignore[no-untyped-call]
         thread: threading.Thread = self._thread
         return thread
@@ -51,14 +51,14 @@ def serve(
 
     model: folder or name on the hub
     port: 0 takes any that is free
-    kv_memory: bytes for keys and values; None is a quarter of the memory that is free on a CPU, and what Transformers
-        takes of a GPU
+    kv_memory: bytes for keys and values; None is a quarter of the free memory on a CPU, and Transformers' own choice on
+        a GPU
     grace_seconds: for requests under way to finish when the server is to end
-    options: of `transformers serve`
-    announce: takes the line that says where the server listens
-    warn: takes what the model loses, and that the server ends
+    options: those of `transformers serve`
+    announce: called with the line that says where the server listens
+    warn: called with settings that the model loses, and when the server ends
 
-    Raises ArgumentError for a port that is in use, and for a model that cannot be loaded or has inputs beside text.
+    Raises ArgumentError for a port that is in use, and for a model that cannot be loaded or has inputs besides text.
     """
     if not grace_seconds >= 0:
         raise ArgumentError(f"grace={grace_seconds} must be a number of seconds from 0 on")
@@ -88,7 +88,7 @@ def serve(
 
 
 def _check_free(host: str, port: int) -> None:
-    """A name may stand for addresses that this machine has not: one that it has is enough."""
+    """Raises ArgumentError for a port in use. A name may have foreign addresses; one of this machine is enough."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         for index, (family, *_, address) in enumerate(addresses, start=1):
@@ -104,7 +104,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _load(model: str, host: str, port: int, options: Sequence[str]) -> _Server:
-    """Transformers' server of this model, not started. It reads its own options."""
+    """Transformers' server of this model, not started. It parses its own options."""
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     command = typer.main.get_command(app)
@@ -116,7 +116,7 @@ def _load(model: str, host: str, port: int, options: Sequence[str]) -> _Server:
 
 @contextlib.contextmanager
 def _failing_as(what: str) -> Iterator[None]:
-    """Whatever a damaged or unusual model makes of code that is not ours, as an ArgumentError."""
+    """Turns any error of Transformers for a damaged or unusual model into an ArgumentError."""
     try:
         yield
     except (FastAttentionError, MemoryError):
@@ -126,7 +126,7 @@ def _failing_as(what: str) -> Iterator[None]:
 
 
 def _start_batch(server: _Server, model: str, kv_memory: int | None, warn: Callable[[str], None]) -> BatchedRequests:
-    """What the server asks for text, instead of what it would make itself at the first request."""
+    """Starts the batch that the server asks for text, instead of one that it would make at the first request."""
     [timed] = server._model_manager.loaded_models.values()
     loaded, state = timed.model, server._generation_state
     if not state.use_continuous_batching(loaded, server._model_manager.get_model_modality(loaded, timed.processor)):
@@ -145,7 +145,7 @@ def _start_batch(server: _Server, model: str, kv_memory: int | None, warn: Calla
 
 
 def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | None) -> None:
-    """Blocks of the cache by its size in bytes."""
+    """Sets the number of blocks of the cache by its size in bytes."""
     if kv_memory is None:
         if model.device.type != "cpu" or config.num_blocks is not None:
             return
@@ -162,12 +162,12 @@ def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | N
 
 
 def _refuse_wrong_values(app: Any) -> None:
-    """Values of a wrong type are the client's fault: 400 with what was wrong, not 500."""
+    """Answers values of a wrong type with 400 and the reason, not 500, because they are the client's errors."""
     from fastapi.responses import JSONResponse
     from jinja2.exceptions import TemplateError
 
     async def refuse(_: Any, error: Exception) -> JSONResponse:
-        logging.getLogger("uvicorn.error").info("refused", exc_info=error)  # or a fault of ours would leave no trace
+        logging.getLogger("uvicorn.error").info("refused", exc_info=error)  # otherwise our own bugs would not be logged
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)
 
     for kind in (ValueError, TypeError, LookupError, AttributeError, OverflowError, TemplateError):
@@ -175,7 +175,7 @@ def _refuse_wrong_values(app: Any) -> None:
 
 
 def _end(server: _Server, requests: BatchedRequests, thread: threading.Thread, grace_seconds: float) -> None:
-    """Takes no more requests, lets those under way finish, and tells those that take too long."""
+    """Takes no more requests, lets current ones finish, and ends those that take too long with an error."""
     server.server.should_exit = True
     thread.join(grace_seconds)
     requests.fail_all()

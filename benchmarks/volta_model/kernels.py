@@ -95,7 +95,7 @@ def of_config(config: KernelConfig) -> Model:
         heads_per_l2_wave=_heads_per_l2_wave,
     )
     # Of float16 results, rows by columns, that the threads of a CTA share evenly.
-    stored_bytes = 2 * config.tile_m * config.headdim_v // config.num_threads
+    stored_bytes = 2 * config.tile_m * config.headdim_v // (32 * config.num_warps)
     return Model(find_paths(function, stored_bytes), launch)
 
 

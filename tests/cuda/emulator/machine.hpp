@@ -39,6 +39,8 @@ struct Range {
 struct Grid {
     std::int64_t num_ctas;
     std::uint64_t shuffle;  // 0: CTAs, and warps within each, run in their order; else a seed for another one
+    std::int32_t num_warps;  // of a CTA
+    std::uint32_t shared_bytes;
 };
 
 // What a launch leaves behind; ../emulator.py mirrors it.
@@ -115,8 +117,8 @@ void check_global(const void* address, std::uint32_t bytes, const char* does, bo
 void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignment, const char* does, bool accessed);
 
 // Runs `kernel` for each CTA of the grid; false, with a message in the report, when it failed.
-bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, int num_warps,
-            std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report);
+bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, const Range* ranges,
+            std::int64_t num_ranges, Report& report);
 
 }  // namespace emulator
 

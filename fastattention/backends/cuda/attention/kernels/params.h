@@ -90,9 +90,6 @@ struct BackwardParams {
     float exponents_of_lse;  // what lse is multiplied with
 };
 
-// Keys that share a scale in products in int8; fastattention/quantized.py says the same.
-constexpr int kKeysOfScale = 64;
-
 // Parameters of quantize_rows.cuh. What it writes is contiguous.
 struct QuantizeParams {
     const uint16_t* q;  // as in AttentionParams

@@ -6,8 +6,7 @@
 
 namespace fastattention {
 
-// Tokens of a block are a multiple of it; fastattention/attention/problem.py says the same.
-constexpr int kBlockStep = 64;
+constexpr int kBlockStep = Config::block_step;  // tokens of a block are a multiple of it
 
 // Those of a CTA, one sequence and one head of queries.
 struct MaskedRows {

@@ -13,7 +13,7 @@ namespace fastattention {
 
 template <int kBytesOfElement>
 FA_DEVICE constexpr int pitch_of(int columns) {
-    return columns * kBytesOfElement + (kSwizzled ? 0 : 16);
+    return columns * kBytesOfElement + Config::row_padding;
 }
 
 // What the number of a chunk in this row is combined with by exclusive or. The same every eight rows.
@@ -61,7 +61,8 @@ struct SourceRows {
     int stride_row;    // less than 2^31 items: addresses cost one multiplication
     int num_rows;          // beyond them tiles hold zeros
     int num_columns;       // likewise
-    const int32_t* table;  // where blocks lie, null when they lie in order
+    // Of blocks:
+    const int32_t* table;  // where they lie, null when they lie in order
     int64_t stride_block;
     Divisor block_size;
     int first;  // rows of the first block that come before row 0

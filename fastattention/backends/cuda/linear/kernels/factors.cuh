@@ -15,6 +15,6 @@ enum FactorPlane {
     kBetas,           // beta
 };
 constexpr int kStateFactor = 4 * kChunk;   // where the factor of the state itself stands
-constexpr int kFactors = 4 * kChunk + 4;  // rounded up to 16 bytes
+constexpr int kFactors = Config::num_factors;
 
 }  // namespace fastattention

@@ -11,11 +11,10 @@ template <int kLanes, int kWarps, int kProducts>
 class RowSums {
     static constexpr int kFours = kProducts * kLanes + 1;  // of a warp: those of its columns, and one for the rows
     static constexpr int kBufferBytes = kWarps * kFours * 16;
-
-public:
-    static constexpr int kBytes = kWarps > 1 ? 2 * kBufferBytes : 0;
+    static_assert((kWarps > 1 ? 2 * kBufferBytes : 0) == Config::shared_bytes);
     static_assert(kFours <= 32, "each is stored by another lane");
 
+public:
     // warp: the index of this one
     FA_DEVICE explicit RowSums(int warp) : warp_(warp) {}
 

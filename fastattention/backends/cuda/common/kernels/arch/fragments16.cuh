@@ -11,7 +11,7 @@ namespace fastattention {
 // ScoreMma: of the product with keys, whose operands are as wide: pairs of bytes may lie where numbers of 16 bits would.
 template <class Mma, class ScoreMma = Mma>
 struct Fragments16 : Layout16 {
-    static constexpr int kSharedBytes = 2;  // of an element in shared memory
+    static constexpr int kSharedBytes = Config::element_bytes;  // of an element in shared memory
     static constexpr int kKeyStep = 16;     // keys come in multiples of this
 
     // Operands A in shared memory.

@@ -117,7 +117,7 @@ def test_compile_prints_what_the_kernel_takes(
         (
             "--decode --paged --scores --dtype bfloat16",
             "decode_sm75_bfloat16_h64_hv64_tm16_",
-            "_ms_paged_decodes_skaw",
+            "_ms_qir_paged_decodes_skaw",
         ),
         ("--decode --cache int8", "decode_sm75_float16_h64_hv64_tm16_", "_decodes_int8_skaw"),
         (

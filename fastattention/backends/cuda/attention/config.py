@@ -284,15 +284,16 @@ class QuantizeConfig(Elements, Variant):
     cache_is_int8: ClassVar = True
     keys_of_scale: ClassVar = KEYS_OF_SCALE
     chunk_tokens: ClassVar = 512  # keys that a CTA sums up
+    shared_bytes: ClassVar = num_warps * 32 * 8 * 4  # eight sums of a thread
 
     dtype: torch.dtype  # of queries and keys
     lanes_of_row: int  # neighbours that read a row, eight elements each
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The sums of keys; then queries and keys become bytes. A thread has eight sums in shared memory."""
+        """The sums of keys; then queries and keys become bytes."""
         names = "fastattention_sum_keys", "fastattention_quantize_rows"
-        return tuple(Entry(name, self.num_warps, self.num_warps * 32 * 8 * 4) for name in names)
+        return tuple(Entry(name, self.num_warps, self.shared_bytes) for name in names)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ class Entry(NamedTuple):
 class Variant:
     """A kernel and its compile-time parameters: the fields of a subclass. Equal ones are the same machine code.
 
-    C++ reads integers and booleans as members of `struct Config`, by the names of the fields. Strings and dtypes are
-    not among them: properties in `exports` say what C++ needs of them.
+    C++ reads every integer and boolean of a subclass as a member of `struct Config`: fields, properties and constants of
+    the class whose names begin with no underscore. Of strings and dtypes, properties say what C++ needs.
     """
 
     include_folders: ClassVar[tuple[Path, ...]]  # where headers are looked for; their contents are part of its identity
@@ -52,10 +52,9 @@ class Variant:
         """The C++ text that comes before the source."""
         names = (name for name in dir(self) if not name.startswith("_") and name not in vars(Variant))
         values = {name: value for name in names if isinstance(value := getattr(self, name), int)}
-        members = [
-            f"    static constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
-            for name, value in values.items()
-        ]
+        members = (
+            f"    static constexpr {type(x).__name__} {name} = {str(x).lower()};\n" for name, x in values.items()
+        )
         # The preprocessor chooses the header of an architecture.
         header = f'#define FA_ARCH_HEADER "arch/sm{values["arch"]}.cuh"\n' if "arch" in values else ""
         return f"{header}namespace fastattention {{\nstruct Config {{\n{''.join(members)}}};\n}}\n"

@@ -21,8 +21,8 @@ class Entry(NamedTuple):
 class Variant:
     """A kernel and its compile-time parameters: the fields of a subclass. Equal ones are the same machine code.
 
-    C++ reads every integer and boolean of a subclass as a member of `struct Config`: fields, properties and constants of
-    the class whose names begin with no underscore. Of strings and dtypes, properties say what C++ needs.
+    C++ reads every integer and boolean of a subclass as a member of `struct Config`: public fields, properties and
+    constants of the class. Of strings and dtypes, properties say what C++ needs.
     """
 
     include_folders: ClassVar[tuple[Path, ...]]  # where headers are looked for; their contents are part of its identity

@@ -82,7 +82,7 @@ def table(usages: list[Usage]) -> str:
         cells = (
             usage.kernel.name,
             f"{usage.target / 10:.1f}",
-            entry.num_threads,
+            32 * entry.num_warps,
             usage.resources[entry.name].registers,
             usage.spill_bytes,
             entry.shared_bytes,

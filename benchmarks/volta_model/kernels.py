@@ -94,8 +94,8 @@ def of_config(config: KernelConfig) -> Model:
         value_parts=config.num_value_parts,
         heads_per_l2_wave=_heads_per_l2_wave,
     )
-    # Bytes of float16 results, rows by columns, which the threads of a CTA share evenly.
-    stored_bytes = 2 * config.tile_m * config.headdim_v // config.num_threads
+    # The threads of a CTA store equal parts of its tile of float16 results.
+    stored_bytes = 2 * config.tile_m * config.headdim_v // (32 * config.num_warps)
     return Model(find_paths(function, stored_bytes), launch)
 
 

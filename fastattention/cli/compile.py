@@ -91,7 +91,7 @@ def _checked_limits(arch: int, target: int) -> Limits:
 
 def _usage(entry: Entry, resources: compiler.Resources) -> str:
     return (
-        f"{entry.num_threads} threads, {resources.registers} registers each, {resources.spill_bytes} bytes spilled; "
+        f"{32 * entry.num_warps} threads, {resources.registers} registers each, {resources.spill_bytes} bytes spilled; "
         f"{entry.shared_bytes} bytes of shared memory"
     )
 

@@ -102,7 +102,7 @@ class Function:
 
     def __init__(self, entry: Entry, handle: Any) -> None:
         self._launch = driver_bindings().cuLaunchKernel
-        self._handle, self._num_threads, self._shared_bytes = handle, entry.num_threads, entry.shared_bytes
+        self._handle, self._num_threads, self._shared_bytes = handle, 32 * entry.num_warps, entry.shared_bytes
 
     def launch(self, params: ctypes.Structure, num_ctas: int, stream: int) -> None:
         """Enqueues it on a stream of the current device; `params` is copied before this returns."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -13,7 +12,7 @@ class Entry(NamedTuple):
     """A function of a compiled kernel, and how it is launched."""
 
     name: str
-    num_threads: int
+    num_warps: int
     shared_bytes: int
     overlaps: bool = False  # may start before the previous kernel has ended, and waits for it where it must
 
@@ -22,13 +21,11 @@ class Entry(NamedTuple):
 class Variant:
     """A kernel and its compile-time parameters: the fields of a subclass. Equal ones are the same machine code.
 
-    C++ reads integers and booleans as members of `struct Config`, by the names of the fields. For strings and dtypes,
-    properties in `exports` give the members that C++ needs.
+    C++ reads every integer and boolean of a subclass as a member of `struct Config`: public fields, properties and
+    constants of the class. Of strings and dtypes, properties say what C++ needs.
     """
 
-    include_folders: ClassVar[tuple[Path, ...]]  # folders of headers; their contents are part of its identity
-    exports: ClassVar[tuple[str, ...]] = ()  # properties that are members of Config too
-    constants: ClassVar[Mapping[str, int]] = {}  # members that are the same for all variants of a kernel
+    include_folders: ClassVar[tuple[Path, ...]]  # where headers are looked for; their contents are part of its identity
 
     @property
     def source(self) -> str:
@@ -53,13 +50,11 @@ class Variant:
     @property
     def declaration(self) -> str:
         """The C++ text that comes before the source."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values |= {**self.constants, **{name: getattr(self, name) for name in self.exports}}
-        members = [
-            f"    static constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
-            for name, value in values.items()
-            if isinstance(value, int)
-        ]
+        names = (name for name in dir(self) if not name.startswith("_") and name not in vars(Variant))
+        values = {name: value for name in names if isinstance(value := getattr(self, name), int)}
+        members = (
+            f"    static constexpr {type(x).__name__} {name} = {str(x).lower()};\n" for name, x in values.items()
+        )
         # The preprocessor chooses the header of an architecture.
         header = f'#define FA_ARCH_HEADER "arch/sm{values["arch"]}.cuh"\n' if "arch" in values else ""
         return f"{header}namespace fastattention {{\nstruct Config {{\n{''.join(members)}}};\n}}\n"

@@ -38,7 +38,7 @@ from .conftest import Finished
 
 TINY = Check(DenseCase(name="tiny", seqlen_q=5, seqlen_k=9, headdim=8), torch.float32)
 APPEND = Check(KvCacheCase(name="append", cache_seqlens=(7, 3), headdim=8, seqlen_new=1), torch.float32)
-# Of the list, a case or two of every layout that takes little time, and one that sdpa runs too.
+# One or two quick cases of every layout, and one that sdpa runs too.
 SMALL = ("causal, more keys than queries", "headdim 1", "one query", "varlen, window", "cache", "int8 cache")
 GRADIENTS = replace(TINY, gradients=True)
 

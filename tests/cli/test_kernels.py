@@ -117,7 +117,7 @@ def test_compile_prints_what_the_kernel_takes(
         (
             "--decode --paged --scores --dtype bfloat16",
             "decode_sm75_bfloat16_h64_hv64_tm16_",
-            "_ms_paged_decodes_skaw",
+            "_ms_qir_paged_decodes_skaw",
         ),
         ("--decode --cache int8", "decode_sm75_float16_h64_hv64_tm16_", "_decodes_int8_skaw"),
         (
@@ -250,8 +250,8 @@ def test_warmup_takes_what_every_kind_of_call_needs(
     # One for few queries of a group, one for more.
     assert {kernel.tile_m for kernel in kernels_of(loaded) if kernel.decodes} == {16, 64, 128}
     appends = [kernel for kernel, _ in loaded if isinstance(kernel, AppendConfig)]
-    assert appends == [AppendConfig("float16", cache_format) for cache_format in ("", "int8", "float8")]
-    assert MergeConfig("float16", "float16") in [kernel for kernel, _ in loaded]
+    assert appends == [AppendConfig(torch.float16, cache_format) for cache_format in ("", "int8", "float8")]
+    assert MergeConfig(torch.float16, torch.float16) in [kernel for kernel, _ in loaded]
     all_reduces = [kernel for kernel, _ in loaded if kernel.source == "all_reduce.cuh"]
     assert all_reduces == list(usual_configs(CHIPS["T4"], [torch.float16]))
 
@@ -284,7 +284,7 @@ def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
     assert {(kernel.headdim, kernel.dtype, kernel.modifies_scores, kernel.paged) for kernel in forwards} == {
         (headdim, dtype, *features)
         for headdim in (64, 96, 128, 256)
-        for dtype in ("float16", "bfloat16")
+        for dtype in (torch.float16, torch.bfloat16)
         for features in ((False, False), (True, False), (False, True))
     }
     # Both are for short sequences and for long ones.

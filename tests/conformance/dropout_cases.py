@@ -15,6 +15,6 @@ DROPPED = (
 
 
 def dropout_cases(cases: Iterable[Case]) -> list[Case]:
-    """Those of `cases` that are dropped from, under names of their own."""
+    """The cases named in DROPPED, with dropout and names of their own."""
     by_name = {case.name: case for case in cases}
     return [replace(by_name[name], name=f"dropout-{name}", dropout_p=DROPOUT_P) for name in DROPPED]

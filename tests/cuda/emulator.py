@@ -52,7 +52,12 @@ class Range(ctypes.Structure):
 class Grid(ctypes.Structure):
     """The CTAs of a launch. shuffle: 0, or a seed for the order in which CTAs, and warps within each, run."""
 
-    _fields_: ClassVar = [("num_ctas", ctypes.c_int64), ("shuffle", ctypes.c_uint64)]
+    _fields_: ClassVar = [
+        ("num_ctas", ctypes.c_int64),
+        ("shuffle", ctypes.c_uint64),
+        ("num_warps", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_uint32),
+    ]
 
 
 class Wavefronts(ctypes.Structure):
@@ -157,16 +162,17 @@ def launch(step: KernelLaunch, params: Params, ranges: Sequence[Range]) -> Repor
     """Runs one kernel. Raises EmulatorError when it does something forbidden."""
     entry = step.variant.entries[step.entry]
     emulate = getattr(_library(step.variant), entry.name.replace("fastattention_", "emulate_"))
-    return checked(emulate, f"{entry.name} of {step.variant.name}", params, step.num_ctas, ranges)
+    grid = Grid(step.num_ctas, 0, entry.num_warps, entry.shared_bytes)
+    return checked(emulate, f"{entry.name} of {step.variant.name}", params, grid, ranges)
 
 
 def checked(
-    emulate: Callable[..., int], name: str, params: ctypes.Structure, num_ctas: int, ranges: Sequence[Range]
+    emulate: Callable[..., int], name: str, params: ctypes.Structure, grid: Grid, ranges: Sequence[Range]
 ) -> Report:
     """Calls a library's function. Raises EmulatorError, with the name of the kernel, when it failed."""
     report = Report()
     array = (Range * len(ranges))(*ranges)
-    grid, num_ranges = Grid(num_ctas, _shuffle), ctypes.c_int64(len(ranges))
+    grid.shuffle, num_ranges = _shuffle, ctypes.c_int64(len(ranges))
     if emulate(ctypes.byref(params), ctypes.byref(grid), array, num_ranges, ctypes.byref(report)) != 0:
         raise EmulatorError(f"{name}: {report.error.decode()}")
     return report
@@ -315,8 +321,7 @@ class EmulatedCudaBackend(CudaBackend):
             assert isinstance(problem, Problem)
             ranges = ranges_of_quantize(params, problem)
         elif isinstance(step.variant, MergeConfig):
-            items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
-            ranges = ranges_of_merge(params, *items)
+            ranges = ranges_of_merge(params, step.variant.parts_dtype.itemsize, step.variant.out_dtype.itemsize)
         else:
             assert isinstance(problem, Problem)
             ranges = ranges_of(params, problem, num_slots)

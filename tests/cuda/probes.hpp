@@ -36,5 +36,6 @@ inline void wait_at(int barrier) {
                                                                const emulator::Range* ranges, std::int64_t num_ranges, \
                                                                emulator::Report* report) {                             \
         const auto kernel = [](const void* p) { (__VA_ARGS__)(*static_cast<const Arguments*>(p)); };                   \
-        return !emulator::launch(kernel, arguments, *grid, kWarps, kSharedBytes, ranges, num_ranges, *report);         \
+        const emulator::Grid probed{grid->num_ctas, grid->shuffle, kWarps, kSharedBytes};                              \
+        return !emulator::launch(kernel, arguments, probed, ranges, num_ranges, *report);                              \
     }

@@ -57,4 +57,4 @@ def probe(
     target = aligned(np.zeros(64, np.uint8)) if target is None else target
     arguments = Arguments(source.ctypes.data, target.ctypes.data, first, second, barrier)
     ranges = [Range(array.ctypes.data, array.nbytes) for array in (source, target)]
-    return emulator.checked(getattr(library(file), f"probe_{name}"), name, arguments, num_ctas, ranges)
+    return emulator.checked(getattr(library(file), f"probe_{name}"), name, arguments, emulator.Grid(num_ctas), ranges)

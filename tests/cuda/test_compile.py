@@ -176,8 +176,8 @@ def test_the_table_has_the_first_entry_and_the_spills_of_all() -> None:
     [
         choose_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN),
         choose_decode_feature(75, CHIPS["T4"], torch.bfloat16, 32, Feature.INT8),
-        AppendConfig("bfloat16", "float8"),
-        MergeConfig("bfloat16", "float32"),
+        AppendConfig(torch.bfloat16, "float8"),
+        MergeConfig(torch.bfloat16, torch.float32),
         AllReduceConfig(torch.bfloat16, 4, bulk_copies=False),
     ],
     ids=["forward", "decode", "append", "merge", "all_reduce"],
@@ -205,4 +205,4 @@ def test_a_kernel_that_does_not_compile_gives_the_log() -> None:
 def test_a_gpu_that_the_compiler_does_not_know_is_refused_with_versions(target: int, advice: str) -> None:
     major, minor = compiler.version()
     with pytest.raises(CompileError, match=f"NVRTC {major}.{minor} builds for .*, not {target}; {advice}"):
-        compiler.compile_kernel(AppendConfig("float16"), target)
+        compiler.compile_kernel(AppendConfig(torch.float16), target)

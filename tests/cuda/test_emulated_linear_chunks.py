@@ -17,12 +17,7 @@ from tiers import covering, sampled, tier_of
 from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
-from fastattention.backends.cuda.linear.chunk_config import (
-    OutputsConfig,
-    PrepareConfig,
-    PrepareKeysConfig,
-    StatesConfig,
-)
+from fastattention.backends.cuda.linear.chunk_config import ChunkVariant
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
 from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
 from fastattention.backends.cuda.linear.params import ChunkParams
@@ -55,10 +50,9 @@ def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
     """The memory that a kernel may access in vectors."""
     assert isinstance(params, ChunkParams)
     config = launch.variant
+    assert isinstance(config, ChunkVariant)
     chunk, headdim = config.chunk, config.headdim
-    assert isinstance(config, PrepareConfig | PrepareKeysConfig | StatesConfig | OutputsConfig)
-    rule = "delta" if getattr(config, "delta_rule", False) else getattr(config, "rule", "head")
-    key = isinstance(config, PrepareKeysConfig) or rule == "key"
+    rule, key = config.rule, config.gate_per_key
     slots = params.num_slots * params.nheads
     offsets = _int32s(params.cu_seqlens, params.num_sequences + 1)
     rows = params.num_sequences if not offsets else 1
@@ -216,7 +210,7 @@ def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_
     case = LinearCase("delta", batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=128, headdim_v=128)
     problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
     kernels = choose_chunk_kernels(problem, CHIPS[chip].arch, CHIPS[chip])
-    assert kernels.states.columns == columns
+    assert kernels.states.value_columns == columns
     assert kernels.states.chunk == (64 if CHIPS[chip].arch >= 80 else 32)
 
 
@@ -228,7 +222,7 @@ def test_few_heads_share_out_key_dimensions_without_the_delta_rule(rule: str) ->
         case = LinearCase(rule, batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=128, headdim_v=128)
         problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
         states = choose_chunk_kernels(problem, chip.arch, chip).states
-        assert (states.columns, states.key_columns) == (columns, keys)
+        assert (states.value_columns, states.key_columns) == (columns, keys)
 
 
 @sampled

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattention import merge_attn_states
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import MergeProblem
-from fastattention.backends.cuda.attention.config import MERGE_COLUMNS
+from fastattention.backends.cuda.attention.config import MergeConfig
 from fastattention.backends.cuda.attention.merging import MOST_WARPS
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
@@ -131,7 +131,7 @@ def test_a_compiled_merge_is_operations_of_torch(backend: EmulatedSm80) -> None:
         ({"needs_grad": True}, "a gradient is needed"),
         ({"dtype": torch.float64}, "torch.float64 is not merged"),
         ({"device": torch.device("meta")}, "tensors are on meta"),
-        ({"out_shape": (MOST_WARPS // 2 + 1, 1, MERGE_COLUMNS + 1)}, "more rows than one launch takes"),
+        ({"out_shape": (MOST_WARPS // 2 + 1, 1, MergeConfig.columns_of_warp + 1)}, "more rows than one launch takes"),
     ],
     ids=["gradient", "dtype", "device", "rows"],
 )

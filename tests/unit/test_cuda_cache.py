@@ -96,6 +96,13 @@ def test_every_field_is_in_the_source(field: str) -> None:
     assert changed.name != KERNEL.name
 
 
+def test_config_has_integers_of_properties_and_of_the_class() -> None:
+    declaration = KERNEL.declaration
+    for member in (f"int shared_bytes = {KERNEL.shared_bytes};", "int combine_warps = 8;", "bool bfloat16 = false;"):
+        assert f"    static constexpr {member}\n" in declaration
+    assert all(f" {name} =" not in declaration for name in ("dtype", "cache_format", "entries", "_widest_as_floats"))
+
+
 def test_every_header_is_in_the_hash(tmp_path: Path) -> None:
     folders = tuple(tmp_path / str(number) for number in range(len(KERNEL_FOLDERS)))
     for source, copy in zip(KERNEL_FOLDERS, folders, strict=True):

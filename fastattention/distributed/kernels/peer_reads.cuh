@@ -66,12 +66,12 @@ template <class Format>
 class BulkReads {
     using SomePacket = Packet<Format>;
     using Ranges = PeerRanges<Format>;
-    static constexpr int kAtOnce = kRanks <= 4 ? 2 : 1;  // packets per thread between two barriers
+    static constexpr int kAtOnce = Config::packets_at_once;  // packets of a thread, between two barriers
     static constexpr int kStagePackets = kAtOnce * kAllReduceThreads;  // packets of a rank that are copied together
     static constexpr int kStageBytes = 16 * kStagePackets;
-    static constexpr int kStages = 24 / (kAtOnce * kRanks);
-    static constexpr int kCounters = kStages * kRanks * kStageBytes;  // offset of the counters
-    static_assert(!Config::bulk_copies || Config::shared_bytes == kCounters + kStages * 8, "Python counts otherwise");
+    static constexpr int kStages = Config::num_stages;
+    static constexpr int kCounters = kStages * kRanks * kStageBytes;  // where they are
+    static_assert(!Config::bulk_copies || Config::shared_bytes == kCounters + kStages * 8);
 
 public:
     FA_DEVICE BulkReads(int cta, int num_ctas)

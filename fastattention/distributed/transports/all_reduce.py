@@ -11,6 +11,7 @@ import torch
 
 from fastattention.backends.common.c_struct import Params, constants_of, params_of
 from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
+from fastattention.backends.cuda.common.tiles import Elements
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Entry, Variant
 
@@ -25,40 +26,37 @@ FIRST_WITH_BULK_COPIES = 90  # compute capability
 
 
 @dataclass(frozen=True)
-class AllReduceConfig(Variant):
+class AllReduceConfig(Elements, Variant):
     """One variant of kernels/all_reduce.cuh."""
 
     include_folders: ClassVar = (_KERNELS, *COMMON_FOLDERS)
     source: ClassVar[str] = "all_reduce.cuh"
-    exports: ClassVar = ("bfloat16", "float32", "shared_bytes")
-    constants: ClassVar = {"num_warps": WARPS}
+    num_warps: ClassVar = WARPS
 
     dtype: torch.dtype
     num_ranks: int
     bulk_copies: bool
 
     @property
-    def bfloat16(self) -> bool:
-        """Whether 16-bit elements are bfloat16; otherwise they are float16."""
-        return self.dtype is torch.bfloat16
+    def packets_at_once(self) -> int:
+        """Packets of a rank that a thread reads between two barriers of bulk copies."""
+        return 2 if self.num_ranks <= 4 else 1
 
     @property
-    def float32(self) -> bool:
-        """Whether elements are float32."""
-        return self.dtype is torch.float32
+    def num_stages(self) -> int:
+        """Bulk copies of all ranks that fit shared memory."""
+        return 24 // (self.packets_at_once * self.num_ranks)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA; kernels/peer_reads.cuh asserts the same."""
-        at_once = 2 if self.num_ranks <= 4 else 1
-        stages = 24 // (at_once * self.num_ranks)
-        stage = self.num_ranks * at_once * PACKET_BYTES * 32 * WARPS + 8
-        return stages * stage if self.bulk_copies else 0
+        stage = self.num_ranks * self.packets_at_once * PACKET_BYTES * 32 * WARPS + 8
+        return self.num_stages * stage if self.bulk_copies else 0
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_all_reduce", 32 * WARPS, self.shared_bytes),)
+        return (Entry("fastattention_all_reduce", WARPS, self.shared_bytes),)
 
 
 def choose_config(dtype: torch.dtype, num_ranks: int, limits: Limits) -> AllReduceConfig:

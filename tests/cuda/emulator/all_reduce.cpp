@@ -3,5 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_all_reduce, fastattention_all_reduce, AllReduceParams, fastattention::kAllReduceWarps,
-            fastattention::Config::shared_bytes)
+FA_EMULATED(emulate_all_reduce, fastattention_all_reduce, AllReduceParams)

@@ -3,4 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_append, fastattention_append, AppendParams, fastattention::kAppendWarps, 0)
+FA_EMULATED(emulate_append, fastattention_append, AppendParams)

@@ -3,4 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_backward, fastattention_backward, BackwardParams, fastattention::kWarps, fastattention::kSharedMemory)
+FA_EMULATED(emulate_backward, fastattention_backward, BackwardParams)

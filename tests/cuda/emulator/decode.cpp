@@ -3,6 +3,5 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_decode, fastattention_decode, AttentionParams, fastattention::kWarps, fastattention::kSharedMemory)
-FA_EMULATED(emulate_combine, fastattention_combine, AttentionParams, fastattention::kCombineWarps,
-            fastattention::kCombineShared)
+FA_EMULATED(emulate_decode, fastattention_decode, AttentionParams)
+FA_EMULATED(emulate_combine, fastattention_combine, AttentionParams)

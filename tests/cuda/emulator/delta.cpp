@@ -3,4 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_delta, fastattention_delta, BackwardParams, fastattention::kDeltaWarps, 0)
+FA_EMULATED(emulate_delta, fastattention_delta, BackwardParams)

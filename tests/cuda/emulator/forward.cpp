@@ -3,4 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_forward, fastattention_forward, AttentionParams, fastattention::kWarps, fastattention::kSharedMemory)
+FA_EMULATED(emulate_forward, fastattention_forward, AttentionParams)

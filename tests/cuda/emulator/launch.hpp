@@ -3,10 +3,10 @@
 
 #include "machine.hpp"
 
-#define FA_EMULATED(name, kernel, Params, num_warps, shared_bytes)                                                        \
+#define FA_EMULATED(name, kernel, Params)                                                                                 \
     extern "C" __attribute__((visibility("default"))) int name(const fastattention::Params* params,                       \
                                                                const emulator::Grid* grid, const emulator::Range* ranges, \
                                                                std::int64_t num_ranges, emulator::Report* report) {       \
         const auto run = [](const void* p) { kernel(*static_cast<const fastattention::Params*>(p)); };                    \
-        return !emulator::launch(run, params, *grid, num_warps, shared_bytes, ranges, num_ranges, *report);               \
+        return !emulator::launch(run, params, *grid, ranges, num_ranges, *report);                                        \
     }

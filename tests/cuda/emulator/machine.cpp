@@ -235,15 +235,15 @@ void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignm
     fail(*current, "%s %u bytes of global memory at %p, which is in none of the ranges given", does, bytes, address);
 }
 
-bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, int num_warps,
-            std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report) {
+bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, const Range* ranges,
+            std::int64_t num_ranges, Report& report) {
     const auto here = std::make_unique<Launch>();
     now = here.get();
     *now = Launch{kernel, params, {}, {}, {}, false, false, 0, 0, nullptr, ranges, ranges, num_ranges, &report, {}};
     report = {};
     matrix_wavefronts = {};
-    prepare_launch(num_warps);
-    const Stacks stacks(num_warps * kLanes);
+    prepare_launch(grid.num_warps);
+    const Stacks stacks(grid.num_warps * kLanes);
     std::vector<std::int64_t> ctas(static_cast<std::size_t>(grid.num_ctas));
     std::iota(ctas.begin(), ctas.end(), 0);
     std::mt19937 random(grid.shuffle);
@@ -252,7 +252,7 @@ bool launch(void (*kernel)(const void* params), const void* params, const Grid& 
         cta = ctas[i];
         if (grid.shuffle != 0) std::shuffle(now->turns.begin(), now->turns.end(), random);
         prepare_cta(stacks);
-        begin_shared_memory(shared_bytes, now->threads.size());
+        begin_shared_memory(grid.shared_bytes, now->threads.size());
         begin_flags();
         current = now->turns[0]->threads;
         Fiber::switch_stacks(now->outside, current->fiber);

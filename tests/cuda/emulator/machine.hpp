@@ -37,7 +37,9 @@ struct Range {
 // The CTAs of a launch; ../emulator.py mirrors it.
 struct Grid {
     std::int64_t num_ctas;
-    std::uint64_t shuffle;  // 0: CTAs, and warps within each, run in order; otherwise a seed for a random order
+    std::uint64_t shuffle;  // 0: CTAs, and warps within each, run in their order; else a seed for another one
+    std::int32_t num_warps;  // of a CTA
+    std::uint32_t shared_bytes;
 };
 
 // The result of a launch; ../emulator.py mirrors it.
@@ -113,9 +115,9 @@ void check_global(const void* address, std::uint32_t bytes, const char* does, bo
 // Does the same for an address that need not be a multiple of the bytes.
 void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignment, const char* does, bool accessed);
 
-// Runs `kernel` for each CTA of the grid. Returns false, with a message in the report, if it failed.
-bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, int num_warps,
-            std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report);
+// Runs `kernel` for each CTA of the grid; false, with a message in the report, when it failed.
+bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, const Range* ranges,
+            std::int64_t num_ranges, Report& report);
 
 }  // namespace emulator
 

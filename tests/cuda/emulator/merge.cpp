@@ -3,4 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_merge, fastattention_merge, MergeParams, fastattention::kMergeWarps, 0)
+FA_EMULATED(emulate_merge, fastattention_merge, MergeParams)

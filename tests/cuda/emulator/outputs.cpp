@@ -3,5 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_linear_outputs, fastattention_linear_outputs, ChunkParams, fastattention::kWarps,
-            fastattention::Outputs::kBytes)
+FA_EMULATED(emulate_linear_outputs, fastattention_linear_outputs, ChunkParams)

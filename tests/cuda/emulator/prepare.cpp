@@ -3,5 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_linear_prepare, fastattention_linear_prepare, ChunkParams, fastattention::kWarps,
-            fastattention::ChunkMemory::kBytes)
+FA_EMULATED(emulate_linear_prepare, fastattention_linear_prepare, ChunkParams)

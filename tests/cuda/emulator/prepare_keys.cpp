@@ -3,5 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_linear_prepare_keys, fastattention_linear_prepare_keys, ChunkParams, fastattention::kThreads / 32,
-            fastattention::kSharedMemory)
+FA_EMULATED(emulate_linear_prepare_keys, fastattention_linear_prepare_keys, ChunkParams)

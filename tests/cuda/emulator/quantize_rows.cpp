@@ -3,7 +3,5 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_sum_keys, fastattention_sum_keys, QuantizeParams, fastattention::kQuantizeThreads / 32,
-            fastattention::kSumBytes)
-FA_EMULATED(emulate_quantize_rows, fastattention_quantize_rows, QuantizeParams, fastattention::kQuantizeThreads / 32,
-            fastattention::kSumBytes)
+FA_EMULATED(emulate_sum_keys, fastattention_sum_keys, QuantizeParams)
+FA_EMULATED(emulate_quantize_rows, fastattention_quantize_rows, QuantizeParams)

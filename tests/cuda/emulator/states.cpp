@@ -3,5 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_linear_states, fastattention_linear_states, ChunkParams, fastattention::kWarps,
-            fastattention::Exchange::kBytes)
+FA_EMULATED(emulate_linear_states, fastattention_linear_states, ChunkParams)

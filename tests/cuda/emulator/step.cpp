@@ -3,5 +3,4 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_linear_step, fastattention_linear_step, StepParams, fastattention::kStepWarps,
-            fastattention::Config::shared_bytes)
+FA_EMULATED(emulate_linear_step, fastattention_linear_step, StepParams)

@@ -23,7 +23,7 @@ from fastattention.backends.cuda.attention.backward import (
 )
 from fastattention.backends.cuda.attention.call import Launcher, PlannedCall, may_share_memory, values_in_keys
 from fastattention.backends.cuda.attention.merging import (
-    DTYPE_NAMES,
+    DTYPES,
     MOST_WARPS,
     MergePlan,
     make_merge_plan,
@@ -127,7 +127,7 @@ class CudaBackend(AttentionBackend):
             return reason
         if problem.needs_grad:
             return "a gradient is needed and this backend has no backward"
-        if problem.dtype not in DTYPE_NAMES:
+        if problem.dtype not in DTYPES:
             return f"{problem.dtype} is not merged; float16, bfloat16 and float32 are"
         if num_warps(problem.out_shape) > MOST_WARPS:
             return f"out {tuple(problem.out_shape)} has more rows than one launch takes"

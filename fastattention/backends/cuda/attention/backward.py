@@ -17,7 +17,7 @@ from fastattention.backends.cuda.attention.call import Launcher
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
 from fastattention.backends.cuda.attention.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
 from fastattention.backends.cuda.attention.params import BackwardParams
-from fastattention.backends.cuda.attention.plan import DTYPES, attention_template
+from fastattention.backends.cuda.attention.plan import attention_template
 from fastattention.backends.cuda.common.memory import aligned_as, prepared
 from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime.chips import Limits
@@ -67,7 +67,7 @@ def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardP
         num_ctas = num_m_tiles * heads * problem.batch_size * config.num_value_parts
         passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), num_m_tiles, heads_together))
     delta_launch = KernelLaunch(delta, 0, -(-math.prod(problem.lse_shape) // delta.rows_of_cta))
-    return BackwardPlan(DTYPES[dtype], delta_launch, tuple(passes), BoundedDict())
+    return BackwardPlan(dtype, delta_launch, tuple(passes), BoundedDict())
 
 
 def differentiate(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from fastattention.attention.problem import Problem
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig
 from fastattention.backends.cuda.attention.heuristics import (
     computed_dtype,
+    fields_of,
     first_that_fits,
+    mixes_blocks,
     modifies_scores,
     padded_headdims,
-    serves_blocks,
+    tiles_for,
 )
 from fastattention.gpu_runtime.chips import Limits
 
@@ -116,40 +117,29 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 }
 
 
-def _mixes_blocks(problem: Problem, tiles: _Tiles) -> bool:
-    """Whether rows of a tile are in several rows of blocks. Other tiles are preferred."""
-    if problem.block_size is None:
-        return False
-    block_m, block_n = problem.block_size
-    return (block_m if tiles.gradients == "q" else block_n) % tiles.tile_m != 0
-
-
 def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[BackwardConfig]:
     """The kernels that compute `problem.grads`. Raises CompileError when one does not fit the GPU."""
     columns = padded_headdims(problem.headdim, problem.headdim_v)
-    candidates = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
-    scores, drops = modifies_scores(problem), problem.dropout_p > 0.0
+    modifies, drops = modifies_scores(problem), problem.dropout_p > 0.0
+    block_m, block_n = problem.block_size or (None, None)
+
+    def mixes(tiles: _Tiles) -> bool:  # others come first
+        return mixes_blocks(block_m if tiles.gradients == "q" else block_n, tiles.tile_m)
+
     configs = [
         BackwardConfig(
+            **fields_of(tiles, BackwardConfig),
             arch=arch,
             dtype=computed_dtype(problem, arch),
             headdim=columns[0],
             headdim_v=columns[1],
-            modifies_scores=scores,
+            modifies_scores=modifies,
             drops=drops,
-            gradients=tiles.gradients,
-            tile_m=tiles.tile_m,
-            tile_n=tiles.tile_n,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            min_ctas=tiles.min_ctas,
-            num_value_parts=tiles.num_value_parts,
-            block_sparse=problem.block_size is not None,
-            mixes_blocks=_mixes_blocks(problem, tiles),
+            block_sparse=block_m is not None,
+            mixes_blocks=mixes(tiles),
         )
-        for tiles in sorted(candidates, key=functools.partial(_mixes_blocks, problem))
-        if (tiles.serves_scores or not (scores or drops))
-        and (problem.block_size is None or serves_blocks(tiles.tile_m, tiles.tile_n, tiles.num_warps))
+        for tiles in sorted(tiles_for(_TILES[arch], columns), key=mixes)
+        if tiles.serves_scores or not (modifies or drops)
     ]
     wanted = dict.fromkeys(config.gradients for config in configs if set(config.gradients) & set(problem.grads))
     return [first_that_fits([config for config in configs if config.gradients == one], limits) for one in wanted]

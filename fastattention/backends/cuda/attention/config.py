@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from fastattention.attention.problem import MAX_HEADDIM
-from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS, MAX_REGISTERS, PLAIN_TILES
+from fastattention.attention.problem import BLOCK_STEP, MAX_HEADDIM
+from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS, MAX_REGISTERS
+from fastattention.backends.cuda.common.tiles import Elements, PlainTiles, TileVariant
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Entry, Variant
+from fastattention.quantized import KEYS_OF_SCALE
 
 KERNEL_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
 
@@ -19,65 +21,72 @@ CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", to
 
 # Head dimension beyond which warps or CTAs share out the columns of v.
 WIDEST_OF_A_WARP = 256
-# Head dimension beyond which Pascal's tiles have 16-bit elements: floats would not fit the 48 KB of a CTA there.
-_WIDEST_AS_FLOATS, _WIDEST_AS_FLOATS_IN_BACKWARDS = 256, 128
-COMBINE_WARPS = 8  # warps of a CTA that merges the partial results of rows
-COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
-APPEND_WARPS = 4
-MERGE_WARPS = 4
-MERGE_COLUMNS = 128  # columns that each of them takes
-DELTA_WARPS = 4
-QUANTIZE_THREADS = 128
 
 
-@dataclass(frozen=True)
-class KernelConfig(Variant):
-    """One variant of kernels/forward.cuh or kernels/decode.cuh."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(TileVariant):
+    """What the kernels of attention and of its backward have in common."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
-    exports: ClassVar = (
-        "key_columns", "value_columns", "bfloat16", "bfloat16_operands", "quantized", "cache_is_int8", "swizzled",
-        "element_bytes", "shared_bytes", "combine_bytes",
-    )  # fmt: skip
-    constants: ClassVar = {"combine_warps": COMBINE_WARPS}
+    block_step: ClassVar = BLOCK_STEP
+    # Head dimension beyond which Pascal's tiles are no floats, but of 16 bits: more would not fit the 48 KB that a CTA
+    # may have there.
+    _widest_as_floats: ClassVar[int]
 
-    arch: int  # code path: 60, 70, 75 or 80
-    dtype: str  # "float16" or "bfloat16"
-    headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
-    headdim_v: int  # columns of v of a CTA; the call's headdim_v may be less
-    tile_m: int  # query rows of a CTA
-    tile_n: int  # keys of a tile
+    headdim_v: int  # columns of a tile of values; of a forward, of a CTA
+    tile_m: int  # rows of a CTA: queries, or keys
+    tile_n: int  # of a tile that they meet: keys, or queries
     num_warps: int
-    num_stages: int  # tiles of keys, and of values, in shared memory
+    num_stages: int  # such tiles in shared memory
     min_ctas: int  # CTAs of a multiprocessor for which the compiler leaves registers
-    queries_in_registers: bool  # otherwise they are read from shared memory for every tile of keys
-    num_value_parts: int  # CTAs that share the columns of v, where one has too few registers for all
+    num_value_parts: int  # CTAs that share the columns of v, or of a gradient, where one has too few registers for all
     modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
-    paged: bool
     drops: bool = False  # dropout may be on
-    decodes: bool = False  # rows are the queries of all heads that share a key head, rather than the tokens of one head
-    cache_format: str = ""  # format of a quantized cache: "int8" or "float8"
-    split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
-    column_warps: int = 1  # warps with the same rows, which share out the columns of v
-    values_in_keys: bool = False  # v is the first columns of k, in the same memory
     block_sparse: bool = False  # there is a block mask
     mixes_blocks: bool = False  # rows of a CTA lie in several of its rows
-    int8_products: bool = False  # queries and keys are bytes (kernels/quantize_rows.cuh)
-
-    @property
-    def bfloat16(self) -> bool:
-        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
-        return self.dtype == "bfloat16"
-
-    @property
-    def bfloat16_operands(self) -> bool:
-        """Whether matrix products take bfloat16 as it is."""
-        return self.bfloat16 and self.arch >= 80
 
     @property
     def value_columns(self) -> int:
-        """Columns of a tile of values."""
+        """Columns of a tile of values, or of gradients of results."""
         return self.headdim_v
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element in shared memory. Pascal keeps floats, unless they do not fit."""
+        is_wide = max(self.headdim, self.headdim_v) > self._widest_as_floats
+        return 2 if is_wide else ARCH_FACTS[self.arch].element_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, which the kernel asserts."""
+        raise NotImplementedError
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread that hold scores, results and operands; the rest of a kernel takes about 40 more."""
+        raise NotImplementedError
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that share out the rows."""
+        return self.num_warps
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of a warp."""
+        return self.tile_m // self.row_warps
+
+    @property
+    def block_list_bytes(self) -> int:
+        """The list of kept blocks of kernels/tile_walk.cuh, in shared memory."""
+        entries = self.num_warps + 32 * self.num_warps + 1
+        return -(-entries // 4) * 16 if self.block_sparse else 0
+
+
+class CacheFormat:
+    """Fields of a kernel that reads or writes a cache (kernels/cache_format.cuh)."""
+
+    cache_format: str  # of a quantized cache: "int8" or "float8"; otherwise ""
 
     @property
     def quantized(self) -> bool:
@@ -89,6 +98,25 @@ class KernelConfig(Variant):
         """Whether the cache is int8; otherwise it is float8, or not quantized."""
         return self.cache_format == "int8"
 
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig(CacheFormat, AttentionConfig):
+    """One variant of kernels/forward.cuh or kernels/decode.cuh."""
+
+    _widest_as_floats: ClassVar = 256
+    combine_warps: ClassVar = 8  # of a CTA that merges the partial results of rows
+    combine_teams: ClassVar = 2 * combine_warps  # half warps
+    keys_of_scale: ClassVar = KEYS_OF_SCALE
+
+    queries_in_registers: bool  # otherwise they are read from shared memory for every tile of keys
+    paged: bool
+    decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
+    cache_format: str = ""
+    split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
+    column_warps: int = 1  # warps with the same rows, which share out the columns of v
+    values_in_keys: bool = False  # v is the first columns of k, in the same memory
+    int8_products: bool = False  # queries and keys are bytes (kernels/quantize_rows.cuh)
+
     @property
     def source(self) -> str:
         """The header in kernels/ that is compiled."""
@@ -98,16 +126,11 @@ class KernelConfig(Variant):
     def entries(self) -> tuple[Entry, ...]:
         """Its functions: a decode and the merge of its partial results, or a forward."""
         if not self.decodes:
-            return (Entry("fastattention_forward", self.num_threads, self.shared_bytes),)
+            return (Entry("fastattention_forward", self.num_warps, self.shared_bytes),)
         return (
-            Entry("fastattention_decode", self.num_threads, self.shared_bytes, overlaps=True),
-            Entry("fastattention_combine", 32 * COMBINE_WARPS, self.combine_bytes, overlaps=True),
+            Entry("fastattention_decode", self.num_warps, self.shared_bytes, overlaps=True),
+            Entry("fastattention_combine", self.combine_warps, self.combine_bytes, overlaps=True),
         )
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * self.num_warps
 
     @property
     def key_warps(self) -> int:
@@ -125,26 +148,21 @@ class KernelConfig(Variant):
         return self.tile_n * self.key_warps
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of an element in shared memory. Pascal keeps floats, unless they do not fit."""
-        return 2 if self.headdim > _WIDEST_AS_FLOATS else ARCH_FACTS[self.arch].shared_bytes
-
-    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, which the kernels assert."""
-        size = self.element_bytes
-        query_pitch = self._pitch(self.key_columns, size)
+        queries = self.tile_bytes(self.tile_m, self.key_columns, self.element_bytes)
         # Asynchronous copies leave a quantized cache as it is.
-        cache_size = 1 if self.cache_format and self.arch >= 80 else size
-        key_bytes = self._pitch(self.key_columns, cache_size)
+        cache_bytes = 1 if self.quantized and self.arch >= 80 else self.element_bytes
+        tiles = self.tile_bytes(self.tile_n, self.key_columns, cache_bytes)
         if not self.values_in_keys:
-            key_bytes += self._pitch(self.headdim_v, cache_size)
-        stages = self.key_warps * self.num_stages * self.tile_n * (key_bytes + 8 * bool(self.cache_format))
-        exchange = self._pitch(self.tile_n, 2) + 4 * self.column_warps if self.column_warps > 1 else 0
+            tiles += self.tile_bytes(self.tile_n, self.headdim_v, cache_bytes)
+        scales = 8 * self.tile_n * self.quantized
+        stages = self.key_warps * self.num_stages * (tiles + scales)
+        if self.column_warps > 1:
+            stages += self.tile_bytes(self.tile_m, self.tile_n) + 4 * self.tile_m * self.column_warps
         if self.decodes:
-            return self.tile_m * (query_pitch + exchange + 8 * self.key_warps) + stages
-        rows = self.tile_m * (max(query_pitch, self._pitch(self.headdim_v, 2)) + exchange)
-        return rows + stages + _block_list_bytes(self)
+            return queries + stages + 8 * self.tile_m * self.key_warps
+        return max(queries, self.tile_bytes(self.tile_m, self.headdim_v)) + stages + self.block_list_bytes
 
     @property
     def key_columns(self) -> int:
@@ -153,81 +171,40 @@ class KernelConfig(Variant):
 
     @property
     def combine_bytes(self) -> int:
-        """Shared memory of a CTA that merges, which it asserts: a row, its maximum and its sum for each half warp."""
-        return COMBINE_TEAMS * (self.headdim_v * self.num_value_parts + 4) * 4
+        """Shared memory of a CTA that merges, which it asserts: of each half warp a row, its maximum and sum."""
+        return self.combine_teams * (self.headdim_v * self.num_value_parts + 4) * 4
 
     @property
     def swizzled(self) -> bool:
         """Whether rows in shared memory are swizzled (kernels/shared_tile.cuh)."""
         return self.decodes and self.arch >= 80
 
-    def _pitch(self, columns: int, element_bytes: int) -> int:
-        """Bytes of a row in shared memory."""
-        return columns * element_bytes + (0 if self.swizzled else 16)
-
     @property
     def accumulators(self) -> int:
-        """Registers of a thread that hold scores, results and queries; the rest of a kernel takes about 40 more."""
+        """Registers of a thread that hold scores, results and queries."""
         facts = ARCH_FACTS[self.arch]
-        steps = self.tile_m // (self.row_warps * facts.step_rows)
+        steps = self.warp_rows // facts.step_rows
         queries = self.headdim * facts.step_rows // 64 if self.queries_in_registers else 0
         columns = (self.tile_n + self.headdim_v) // self.column_warps
         return steps * (columns // 8 * facts.elements + queries)
 
 
-@dataclass(frozen=True)
-class BackwardConfig(Variant):
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig(PlainTiles, AttentionConfig):
     """One variant of kernels/backward.cuh: which gradients it computes, of tiles of rows that are queries or keys."""
 
-    include_folders: ClassVar = KERNEL_FOLDERS
-    exports: ClassVar = (
-        "key_columns", "value_columns", "bfloat16", "bfloat16_operands", "element_bytes", "shared_bytes",
-        "rows_are_keys", "differentiates_scores", "differentiates_values",
-    )  # fmt: skip
-    constants: ClassVar = PLAIN_TILES | {"paged": False, "decodes": False, "split_keys_across_warps": False}
-
-    gradients: str  # "q", "kv", "k" or "v"
-    arch: int
-    dtype: str
-    headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
-    headdim_v: int
-    tile_m: int  # rows of a CTA: queries, or keys
-    tile_n: int  # rows of a tile that they meet: keys, or queries
-    num_warps: int
-    num_stages: int  # such tiles in shared memory
-    min_ctas: int
-    num_value_parts: int  # CTAs that share the columns of a gradient
-    modifies_scores: bool
-    drops: bool
-    block_sparse: bool = False  # there is a block mask
-    mixes_blocks: bool = False  # rows of a CTA lie in several of its rows of blocks
-
+    _widest_as_floats: ClassVar = 128
+    paged: ClassVar = False
+    decodes: ClassVar = False
+    split_keys_across_warps: ClassVar = False
     source: ClassVar[str] = "backward.cuh"
 
-    @property
-    def bfloat16(self) -> bool:
-        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
-        return self.dtype == "bfloat16"
-
-    @property
-    def bfloat16_operands(self) -> bool:
-        """Whether matrix products take bfloat16 as it is."""
-        return self.bfloat16 and self.arch >= 80
-
-    @property
-    def value_columns(self) -> int:
-        """Columns of a tile of values, or of gradients of results."""
-        return self.headdim_v
-
-    @property
-    def key_columns(self) -> int:
-        """Columns of a tile of queries or keys."""
-        return self.headdim
+    gradients: str  # "q", "kv", "k" or "v"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_backward", self.num_threads, self.shared_bytes),)
+        return (Entry("fastattention_backward", self.num_warps, self.shared_bytes),)
 
     @property
     def rows_are_keys(self) -> bool:
@@ -245,40 +222,23 @@ class BackwardConfig(Variant):
         return "v" in self.gradients
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of an element in shared memory. Pascal keeps floats, unless they do not fit."""
-        is_wide = max(self.headdim, self.headdim_v) > _WIDEST_AS_FLOATS_IN_BACKWARDS
-        return 2 if is_wide else ARCH_FACTS[self.arch].shared_bytes
-
-    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, which the kernel asserts."""
-        first, second = (columns * self.element_bytes + 16 for columns in (self.headdim, self.headdim_v))
-        rows = first + second if self.differentiates_scores else max(first, 2 * self.headdim_v + 16)
+        first, second = (self.tile_bytes(1, columns, self.element_bytes) for columns in (self.headdim, self.headdim_v))
+        rows = first + second if self.differentiates_scores else max(first, self.tile_bytes(1, self.headdim_v))
         stats = 4 * (1 + self.differentiates_scores + self.modifies_scores)
         of_row, of_column = (0, stats) if self.rows_are_keys else (stats, 0)
         tiles = self.num_stages * self.tile_n * (first + second + of_column)
-        return self.tile_m * (rows + of_row) + tiles + _block_list_bytes(self)
+        return self.tile_m * (rows + of_row) + tiles + self.block_list_bytes
 
     @property
     def accumulators(self) -> int:
         """Registers of a thread that hold scores and gradients."""
         facts = ARCH_FACTS[self.arch]
-        steps = self.tile_m // (self.num_warps * facts.step_rows)
+        steps = self.warp_rows // facts.step_rows
         gradients = self.headdim * self.differentiates_scores + self.headdim_v * self.differentiates_values
         scores = self.tile_n * (1 + self.differentiates_scores + self.modifies_scores)
         return steps * (gradients // self.num_value_parts + scores) // 8 * facts.elements
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * self.num_warps
-
-
-def _block_list_bytes(config: KernelConfig | BackwardConfig) -> int:
-    """The list of kept blocks of kernels/tile_walk.cuh, in shared memory."""
-    entries = config.num_warps + config.num_threads + 1
-    return -(-entries // 4) * 16 if config.block_sparse else 0
 
 
 def stored_columns(headdim: int) -> int:
@@ -292,73 +252,61 @@ def lanes_for(columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class DeltaConfig(Variant):
+class DeltaConfig(Elements, Variant):
     """One variant of kernels/delta.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
-    exports: ClassVar = ("bfloat16",)
-    constants: ClassVar = {"num_warps": DELTA_WARPS}
-    dtype: str
-    lanes_of_row: int  # neighbours that read a row, eight elements each
-
     source: ClassVar[str] = "delta.cuh"
+    num_warps: ClassVar = 4
 
-    @property
-    def bfloat16(self) -> bool:
-        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
-        return self.dtype == "bfloat16"
+    dtype: torch.dtype
+    lanes_of_row: int  # neighbours that read a row, eight elements each
 
     @property
     def rows_of_cta(self) -> int:
         """Rows that a CTA takes."""
-        return DELTA_WARPS * 32 // self.lanes_of_row
+        return self.num_warps * 32 // self.lanes_of_row
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_delta", 32 * DELTA_WARPS, 0),)
+        return (Entry("fastattention_delta", self.num_warps, 0),)
 
 
 @dataclass(frozen=True)
-class QuantizeConfig(Variant):
+class QuantizeConfig(Elements, Variant):
     """One variant of kernels/quantize_rows.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
-    exports: ClassVar = ("bfloat16", "shared_bytes")
-    constants: ClassVar = {"num_threads": QUANTIZE_THREADS, "quantized": True, "cache_is_int8": True}
-    dtype: str  # of queries and keys
-    lanes_of_row: int  # neighbours that read a row, eight elements each
-
     source: ClassVar[str] = "quantize_rows.cuh"
+    num_warps: ClassVar = 4
+    quantized: ClassVar = True
+    cache_is_int8: ClassVar = True
+    keys_of_scale: ClassVar = KEYS_OF_SCALE
+    chunk_tokens: ClassVar = 512  # keys that a CTA sums up
+    shared_bytes: ClassVar = num_warps * 32 * 8 * 4  # eight sums of a thread
 
-    @property
-    def bfloat16(self) -> bool:
-        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
-        return self.dtype == "bfloat16"
+    dtype: torch.dtype  # of queries and keys
+    lanes_of_row: int  # neighbours that read a row, eight elements each
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its two functions: one sums keys, the other quantizes queries and keys."""
         names = "fastattention_sum_keys", "fastattention_quantize_rows"
-        return tuple(Entry(name, QUANTIZE_THREADS, self.shared_bytes) for name in names)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a CTA: eight sums of a thread."""
-        return QUANTIZE_THREADS * 8 * 4
+        return tuple(Entry(name, self.num_warps, self.shared_bytes) for name in names)
 
 
 @dataclass(frozen=True)
-class AppendConfig(Variant):
+class AppendConfig(CacheFormat, Elements, Variant):
     """One variant of kernels/append.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
     source: ClassVar[str] = "append.cuh"
-    exports: ClassVar = ("bfloat16", "quantized", "cache_is_int8")
-    constants: ClassVar = {"num_warps": APPEND_WARPS}
-    dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
-    cache_format: str = ""  # format of a quantized cache: "int8" or "float8"
-    columns: int = WIDEST_OF_A_WARP  # most columns of a row of keys or values; a multiple of 32
+    num_warps: ClassVar = 4
+
+    dtype: torch.dtype  # of q, k, v and the rotary tables: float16 or bfloat16
+    cache_format: str = ""
+    columns: int = WIDEST_OF_A_WARP  # of a row of keys or values, at most; a multiple of 32
 
     @staticmethod
     def columns_for(headdim: int, headdim_v: int) -> int:
@@ -366,65 +314,53 @@ class AppendConfig(Variant):
         return AppendConfig.columns if max(headdim, headdim_v) <= AppendConfig.columns else MAX_HEADDIM
 
     @property
-    def bfloat16(self) -> bool:
-        """Whether q, k, v and out are bfloat16; otherwise they are float16."""
-        return self.dtype == "bfloat16"
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the cache is quantized."""
-        return self.cache_format != ""
-
-    @property
-    def cache_is_int8(self) -> bool:
-        """Whether the cache is int8; otherwise it is float8, or not quantized."""
-        return self.cache_format == "int8"
-
-    @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_append", 32 * APPEND_WARPS, 0, overlaps=True),)
+        return (Entry("fastattention_append", self.num_warps, 0, overlaps=True),)
 
 
 @dataclass(frozen=True)
 class MergeConfig(Variant):
-    """One variant of kernels/merge.cuh. dtypes: "float16", "bfloat16" or "float32", not both of the first two."""
+    """One variant of kernels/merge.cuh. dtypes: float16, bfloat16 or float32, not both of the first two."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
     source: ClassVar[str] = "merge.cuh"
-    exports: ClassVar = ("bfloat16", "float32_parts", "float32_out")
-    constants: ClassVar = {"num_warps": MERGE_WARPS, "columns_of_warp": MERGE_COLUMNS}
-    parts_dtype: str
-    out_dtype: str
+    num_warps: ClassVar = 4
+    columns_of_warp: ClassVar = 128
+
+    parts_dtype: torch.dtype
+    out_dtype: torch.dtype
 
     @property
     def bfloat16(self) -> bool:
-        """Whether parts or out are bfloat16; otherwise 16-bit tensors are float16."""
-        return "bfloat16" in (self.parts_dtype, self.out_dtype)
+        """Whether parts or out are; otherwise 16 bits are float16."""
+        return torch.bfloat16 in (self.parts_dtype, self.out_dtype)
 
     @property
     def float32_parts(self) -> bool:
-        """Whether parts are float32."""
-        return self.parts_dtype == "float32"
+        """Whether parts are."""
+        return self.parts_dtype is torch.float32
 
     @property
     def float32_out(self) -> bool:
-        """Whether out is float32."""
-        return self.out_dtype == "float32"
+        """Whether out is."""
+        return self.out_dtype is torch.float32
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_merge", 32 * MERGE_WARPS, 0, overlaps=True),)
+        return (Entry("fastattention_merge", self.num_warps, 0, overlaps=True),)
 
 
-def why_not_fitting(config: KernelConfig | BackwardConfig, limits: Limits) -> str | None:
+def why_not_fitting(config: AttentionConfig, limits: Limits) -> str | None:
     """Why a GPU cannot run a configuration, or None."""
+    if config.block_sparse and (config.block_step % config.tile_n or config.block_step % config.warp_rows):
+        return f"{config.warp_rows} rows of a warp and {config.tile_n} columns do not lie in one block each"
     if config.shared_bytes > limits.shared_per_cta:
         return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_cta} a CTA"
     if config.min_ctas * config.shared_bytes > limits.shared_per_sm:
         return f"{config.min_ctas} CTAs of {config.shared_bytes} bytes, the GPU has {limits.shared_per_sm}"
-    registers = limits.registers_per_sm // (config.num_threads * config.min_ctas)
+    registers = limits.registers_per_sm // (32 * config.num_warps * config.min_ctas)
     if config.accumulators > min(registers, MAX_REGISTERS) - 24:
         return f"{config.accumulators} registers of accumulators, a thread has {min(registers, MAX_REGISTERS)}"
     return None

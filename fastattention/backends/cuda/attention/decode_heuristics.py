@@ -9,11 +9,15 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-import torch
-
 from fastattention.attention.problem import MAX_HEADDIM, Layout, Problem
-from fastattention.backends.cuda.attention.config import CACHE_FORMATS, COMBINE_TEAMS, WIDEST_OF_A_WARP, KernelConfig
-from fastattention.backends.cuda.attention.heuristics import first_that_fits, modifies_scores, padded_headdims
+from fastattention.backends.cuda.attention.config import CACHE_FORMATS, WIDEST_OF_A_WARP, KernelConfig
+from fastattention.backends.cuda.attention.heuristics import (
+    fields_of,
+    first_that_fits,
+    modifies_scores,
+    padded_headdims,
+    tiles_for,
+)
 from fastattention.gpu_runtime.chips import Limits
 
 # Least keys of a sequence without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).
@@ -167,89 +171,52 @@ def _decodes_faster(problem: Problem, limits: Limits) -> bool:
     return decode < forward
 
 
-def configs_for(
-    arch: int,
-    dtype: str,
-    headdim: int,
-    headdim_v: int,
-    rows: int,
-    keys: int,
-    nheads_k: int,
-    modifies: bool,
-    paged: bool,
-    cache_format: str = "",
-    values_in_keys: bool = False,
-) -> list[KernelConfig]:
-    """The candidates for a call, best first. keys: keys of all heads, for each multiprocessor."""
-    columns = padded_headdims(headdim, headdim_v)
-    tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
+def candidates_for(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> list[KernelConfig]:
+    """Kernels for a problem, best first: the smallest tiles that hold all rows; without any, the largest."""
+    columns = padded_headdims(problem.headdim, problem.headdim_v)
     values_in_keys = values_in_keys and arch in _LATENT_TILES and max(columns) > WIDEST_OF_A_WARP
-    if values_in_keys:
-        tiles = _LATENT_TILES[arch]
-    # The smallest tile that holds all rows is taken; where there is none, the largest.
-
-    def preference(sizes: _Tiles) -> tuple[bool, int, bool, bool]:
-        return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantized != bool(cache_format), exceeds(sizes.few)
+    rows, keys = num_rows(problem), problem.batch_size * problem.nheads_k * problem.seqlen_k // limits.num_sms
+    quantized = problem.cache_dtype is not None
 
     def exceeds(few: _Few | None) -> bool:
-        return few is not None and (few.paged != paged or keys > few.keys or nheads_k > few.nheads_k)
+        return few is not None and (few.paged != problem.is_paged or keys > few.keys or problem.nheads_k > few.nheads_k)
 
-    by_preference = sorted(tiles, key=preference)
+    def demerits(sizes: _Tiles) -> tuple[bool, int, bool, bool]:
+        return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantized != quantized, exceeds(sizes.few)
+
     return [
         KernelConfig(
+            **fields_of(sizes, KernelConfig),
             arch=arch,
-            dtype=dtype,
+            dtype=problem.dtype,  # of the cache, which is read where it lies
             headdim=columns[0],
             headdim_v=columns[1] // sizes.num_value_parts,
-            tile_m=sizes.tile_m,
-            tile_n=sizes.tile_n,
-            num_warps=sizes.num_warps,
-            num_stages=sizes.num_stages,
-            min_ctas=sizes.min_ctas,
-            queries_in_registers=sizes.queries_in_registers,
-            num_value_parts=sizes.num_value_parts,
-            modifies_scores=modifies,
-            paged=paged,
+            modifies_scores=modifies_scores(problem),
+            paged=problem.is_paged,
             decodes=True,
-            cache_format=cache_format,
-            split_keys_across_warps=sizes.split_keys_across_warps,
-            column_warps=sizes.column_warps,
+            cache_format=CACHE_FORMATS[problem.cache_dtype],
             values_in_keys=values_in_keys,
         )
-        for sizes in by_preference
+        for sizes in sorted(_LATENT_TILES[arch] if values_in_keys else tiles_for(_TILES[arch], columns), key=demerits)
     ]
 
 
 def choose_decode(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> KernelConfig:
     """The configuration for a decode on a GPU. Raises CompileError when none fits."""
-    dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
-    candidates = configs_for(
-        arch,
-        dtype,
-        problem.headdim,
-        problem.headdim_v,
-        num_rows(problem),
-        problem.batch_size * problem.nheads_k * problem.seqlen_k // limits.num_sms,
-        problem.nheads_k,
-        modifies_scores(problem),
-        problem.is_paged,
-        CACHE_FORMATS[problem.cache_dtype],
-        values_in_keys,
-    )
-    return first_that_fits(candidates, limits)
+    return first_that_fits(candidates_for(problem, arch, limits, values_in_keys), limits)
 
 
 class Split(NamedTuple):
     """How a decode divides its work, see kernels/schedule.cuh."""
 
-    num_m_tiles: int  # tiles of the query rows that share a key head
-    num_units: int  # CTAs of a group: one for each of these tiles and each key head
-    num_cta_groups: int  # CTA groups that share out all keys, or all parts of all sequences where num_splits is set
-    num_splits: int  # parts of each sequence, where the call asked for them; otherwise 0
-    num_slots: int  # slots for partial results; 0 when there are none
-    partial_rows: int  # rows of a slot
-    teams_of_row: int  # half warps of the other kernel that share the partial results of a row
-    merges_in_place: bool  # the last CTA of a unit merges its partial results; otherwise another kernel does
+    num_m_tiles: int = 0  # of the query rows that share a key head
+    num_units: int = 0  # CTAs of a group: one for each of these tiles and each key head
+    num_cta_groups: int = 0  # that share out all keys, or all parts of all sequences where num_splits is set
+    num_splits: int = 0  # of each sequence, where the call asked for them; otherwise 0
+    num_slots: int = 0  # for partial results; 0 when there are none
+    partial_rows: int = 0  # of a slot
+    teams_of_row: int = 0  # half warps of the other kernel that share the partial results of a row
+    merges_in_place: bool = False  # the last CTA of a unit merges its partial results; otherwise another kernel does
 
     @property
     def num_counters(self) -> int:
@@ -284,8 +251,8 @@ def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Spli
 
 
 def _teams_of_row(num_parts: int) -> int:
-    """Half warps of combine.cuh that merge `num_parts` partial results of a row. Each reads four at once."""
-    return 1 if num_parts <= 4 else 4 if num_parts <= 32 else COMBINE_TEAMS
+    """Half warps of combine.cuh that merge so many partial results of a row. Each reads four at once."""
+    return 1 if num_parts <= 4 else 4 if num_parts <= 32 else KernelConfig.combine_teams
 
 
 def _num_cta_groups(units: int, resident: int) -> int:

@@ -6,15 +6,16 @@ queries over a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fastattention.attention.problem import BLOCK_STEP, MAX_HEADDIM, MAX_HEADDIM_V, Problem
+from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Problem
 from fastattention.backends.cuda.attention.config import (
     WIDEST_OF_A_WARP,
-    BackwardConfig,
+    AttentionConfig,
     KernelConfig,
     why_not_fitting,
 )
@@ -112,92 +113,70 @@ def padded_headdims(headdim: int, headdim_v: int) -> tuple[int, int]:
     return of_keys, of_values
 
 
-def configs_for(
-    arch: int,
-    dtype: str,
-    headdim: int,
-    headdim_v: int,
-    seqlen_q: int,
-    modifies_scores: bool,
-    paged: bool,
-    drops: bool = False,
-    block_size: tuple[int, int] | None = None,
-    int8_products: bool = False,
-) -> list[KernelConfig]:
-    """The candidates for a call, best first. Candidates for fewer queries come last, for GPUs that nothing else fits.
+def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
+    """Kernels for a problem, best first. Those for fewer queries serve it too, if nothing else fits the GPU.
 
     With a block mask tiles whose rows keep the same blocks come first.
     """
-    columns = padded_headdims(headdim, headdim_v)
-    tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
-
-    def mixes_blocks(sizes: _Tiles) -> bool:
-        return block_size is not None and block_size[0] % sizes.tile_m != 0
+    columns = padded_headdims(problem.headdim, problem.headdim_v)
+    block_m = None if problem.block_size is None else problem.block_size[0]
+    modifies, drops, in_int8 = modifies_scores(problem), problem.dropout_p > 0.0, problem.qk_dtype is not None
 
     def demerits(sizes: _Tiles) -> tuple[bool, int]:
-        return mixes_blocks(sizes), 0 if sizes.max_seqlen_q is None else max(0, seqlen_q - sizes.max_seqlen_q)
+        of_length = 0 if sizes.max_seqlen_q is None else max(0, problem.seqlen_q - sizes.max_seqlen_q)
+        return mixes_blocks(block_m, sizes.tile_m), of_length
 
     return [
         KernelConfig(
+            **fields_of(sizes, KernelConfig),
             arch=arch,
-            dtype=dtype,
+            dtype=computed_dtype(problem, arch),
             headdim=columns[0],
             headdim_v=columns[1] // sizes.num_value_parts,
-            tile_m=sizes.tile_m,
-            tile_n=sizes.tile_n,
-            num_warps=sizes.num_warps,
-            num_stages=sizes.num_stages,
-            min_ctas=sizes.min_ctas,
-            queries_in_registers=sizes.queries_in_registers,
-            num_value_parts=sizes.num_value_parts,
-            column_warps=sizes.column_warps,
-            modifies_scores=modifies_scores,
-            paged=paged,
+            modifies_scores=modifies,
+            paged=problem.is_paged,
             drops=drops,
-            block_sparse=block_size is not None,
-            mixes_blocks=mixes_blocks(sizes),
-            int8_products=int8_products,
+            block_sparse=block_m is not None,
+            mixes_blocks=mixes_blocks(block_m, sizes.tile_m),
+            int8_products=in_int8,
         )
-        for sizes in sorted(tiles, key=demerits)
-        if (sizes.serves_scores or not (modifies_scores or drops))
-        and (not int8_products or KEYS_OF_SCALE % sizes.tile_n == 0)
-        and (block_size is None or serves_blocks(sizes.tile_m, sizes.tile_n, sizes.num_warps // sizes.column_warps))
+        for sizes in sorted(tiles_for(_TILES[arch], columns), key=demerits)
+        if (sizes.serves_scores or not (modifies or drops)) and not (in_int8 and KEYS_OF_SCALE % sizes.tile_n)
     ]
 
 
 def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
     """The configuration for a problem on a GPU. Raises CompileError when none fits."""
-    candidates = configs_for(
-        arch,
-        computed_dtype(problem, arch),
-        problem.headdim,
-        problem.headdim_v,
-        problem.seqlen_q,
-        modifies_scores(problem),
-        problem.is_paged,
-        problem.dropout_p > 0.0,
-        problem.block_size,
-        problem.qk_dtype is not None,
-    )
-    return first_that_fits(candidates, limits)
+    return first_that_fits(candidates_for(problem, arch), limits)
+
+
+AnyTiles = TypeVar("AnyTiles", bound=NamedTuple)
+
+
+def tiles_for(by_headdim: Mapping[int, tuple[AnyTiles, ...]], columns: tuple[int, int]) -> tuple[AnyTiles, ...]:
+    """The candidates of a code path for head dimensions, whose table has the widest that they serve."""
+    return next(tiles for widest, tiles in by_headdim.items() if max(columns) <= widest)
+
+
+def fields_of(tiles: NamedTuple, config: type[AttentionConfig]) -> dict[str, Any]:
+    """What a row of a table sets of a configuration. Its other columns say for which calls it is meant."""
+    names = {field.name for field in dataclasses.fields(config)}
+    return {name: value for name, value in tiles._asdict().items() if name in names}
+
+
+def mixes_blocks(block_tokens: int | None, tile_m: int) -> bool:
+    """Whether rows of a tile lie in several rows of blocks."""
+    return block_tokens is not None and block_tokens % tile_m != 0
 
 
 def multiplies_int8(arch: int, headdim: int = 0) -> bool:
-    """Whether a code path multiplies bytes, and sums over `headdim` fit (kernels/online_softmax.cuh)."""
+    """Whether a code path multiplies bytes, of so wide a head: the products fit (kernels/online_softmax.cuh)."""
     return arch >= _OLDEST_OF_INT8 and headdim <= WIDEST_OF_A_WARP
 
 
-def serves_blocks(tile_m: int, tile_n: int, row_warps: int) -> bool:
-    """Whether tiles suit a block mask: a tile is within a column of blocks, and a warp's rows within a row of blocks.
-
-    Block sizes are multiples of BLOCK_STEP.
-    """
-    return BLOCK_STEP % tile_n == 0 and BLOCK_STEP % (tile_m // row_warps) == 0
-
-
-def computed_dtype(problem: Problem, arch: int) -> str:
+def computed_dtype(problem: Problem, arch: int) -> torch.dtype:
     """The dtype in which kernels read and write tensors."""
-    return "bfloat16" if problem.dtype is torch.bfloat16 and arch >= 80 else "float16"
+    return torch.bfloat16 if problem.dtype is torch.bfloat16 and arch >= 80 else torch.float16
 
 
 def modifies_scores(problem: Problem) -> bool:
@@ -205,7 +184,7 @@ def modifies_scores(problem: Problem) -> bool:
     return problem.softcap != 0.0 or problem.has_alibi or problem.has_bias or problem.softmax_scale <= 0.0
 
 
-AnyConfig = TypeVar("AnyConfig", KernelConfig, BackwardConfig)
+AnyConfig = TypeVar("AnyConfig", bound=AttentionConfig)
 
 
 def first_that_fits(candidates: Iterable[AnyConfig], limits: Limits) -> AnyConfig:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import named_strides, pointers, token_strides
-from fastattention.backends.cuda.attention.config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
+from fastattention.backends.cuda.attention.config import MergeConfig
 from fastattention.backends.cuda.attention.params import MOST_PARTS, MergeParams
 from fastattention.gpu_runtime.module import KernelLaunch
 
-DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+DTYPES = torch.float16, torch.bfloat16, torch.float32
 _make_params = MergeParams.maker("outs", "lses", "out", "lse")
 MOST_WARPS = 2**31 - 1  # warps of a launch: kernels count them in 32 bits
 
@@ -28,8 +28,8 @@ class MergePlan(NamedTuple):
 
 
 def num_warps(out_shape: Sequence[int]) -> int:
-    """Warps that merge outs of a shape: at least one for each row, since lse is written even without columns."""
-    return math.prod(out_shape[:-1]) * max(-(-out_shape[-1] // MERGE_COLUMNS), 1)
+    """Warps that merge outs of a shape: one at least for a row, since lse is written without columns too."""
+    return math.prod(out_shape[:-1]) * max(-(-out_shape[-1] // MergeConfig.columns_of_warp), 1)
 
 
 def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> MergePlan:
@@ -48,8 +48,8 @@ def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch
         nheads=nheads,
         headdim_v=headdim_v,
     )
-    num_ctas = -(-num_warps(outs[0].shape) // MERGE_WARPS)
-    config = MergeConfig(DTYPE_NAMES[outs[0].dtype], DTYPE_NAMES[dtype])
+    num_ctas = -(-num_warps(outs[0].shape) // MergeConfig.num_warps)
+    config = MergeConfig(outs[0].dtype, dtype)
     return MergePlan(KernelLaunch(config, 0, num_ctas) if num_ctas else None, template)
 
 

@@ -12,9 +12,7 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import first_strides, named_strides, pointers, score_strides, token_strides
 from fastattention.backends.cuda.attention import decode_heuristics, heuristics
 from fastattention.backends.cuda.attention.config import (
-    APPEND_WARPS,
     CACHE_FORMATS,
-    COMBINE_TEAMS,
     AppendConfig,
     KernelConfig,
 )
@@ -23,8 +21,6 @@ from fastattention.backends.cuda.attention.params import AppendParams, Attention
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -32,10 +28,10 @@ class Plan:
 
     dtype: torch.dtype  # the dtype in which attention reads and writes
     append: KernelLaunch | None
-    attention: tuple[KernelLaunch, ...]  # empty when there is nothing to compute
-    num_m_tiles: int
-    heads_per_l2_wave: int
-    split: Split | None  # how a decode divides its keys
+    attention: tuple[KernelLaunch, ...] = ()  # none when there is nothing to compute
+    num_m_tiles: int = 0
+    heads_per_l2_wave: int = 0
+    split: Split | None = None  # of a decode
 
 
 def make_plan(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> Plan:
@@ -45,24 +41,22 @@ def make_plan(problem: Problem, arch: int, limits: Limits, values_in_keys: bool 
     """
     append = _append_launch(problem)
     if problem.total_q == 0 or problem.headdim_v == 0:
-        return Plan(problem.dtype, append, (), 0, 0, None)
+        return Plan(problem.dtype, append)
     if decode_heuristics.is_decode(problem, limits):
         config = decode_heuristics.choose_decode(problem, arch, limits, values_in_keys)
         split = decode_heuristics.choose_split(problem, config, limits)
-        return Plan(DTYPES[config.dtype], append, _decode_launches(problem, config, split), split.num_m_tiles, 0, split)
+        return Plan(config.dtype, append, _decode_launches(problem, config, split), split.num_m_tiles, split=split)
     config = heuristics.choose_config(problem, arch, limits)
     num_m_tiles = -(-problem.seqlen_q // config.tile_m)
     launch = KernelLaunch(config, 0, num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
-    return Plan(
-        DTYPES[config.dtype], append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits), split=None
-    )
+    return Plan(config.dtype, append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits))
 
 
 def _decode_launches(problem: Problem, config: KernelConfig, split: Split) -> tuple[KernelLaunch, ...]:
     decode = KernelLaunch(config, 0, split.num_ctas * config.num_value_parts)
     if split.num_slots == 0 or split.merges_in_place:
         return (decode,)
-    ctas_of_unit = -(-split.partial_rows * split.teams_of_row // COMBINE_TEAMS)
+    ctas_of_unit = -(-split.partial_rows * split.teams_of_row // config.combine_teams)
     return decode, KernelLaunch(config, 1, problem.batch_size * split.num_units * ctas_of_unit)
 
 
@@ -74,10 +68,9 @@ def _append_launch(problem: Problem) -> KernelLaunch | None:
     if problem.seqlen_new == 0 or rows == 0:
         return None
     # Caches have the dtype of q, on every GPU.
-    dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
     columns = AppendConfig.columns_for(problem.headdim, problem.headdim_v)
-    config = AppendConfig(dtype, CACHE_FORMATS[problem.cache_dtype], columns)
-    return KernelLaunch(config, 0, -(-rows // APPEND_WARPS))
+    config = AppendConfig(problem.dtype, CACHE_FORMATS[problem.cache_dtype], columns)
+    return KernelLaunch(config, 0, -(-rows // config.num_warps))
 
 
 def attention_template(
@@ -89,7 +82,7 @@ def attention_template(
     headdim_v = inputs.v.shape[-1]
     out_row = problem.nheads * headdim_v
     lse_head = problem.total_q if varlen else problem.seqlen_q
-    split, page_block_size = split or Split(0, 0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
+    split, page_block_size = split or Split(), problem.page_block_size or 0
     block_m, block_n = problem.block_size or (0, 0)
     return AttentionParams.template(
         **named_strides("q", token_strides(inputs.q)),

@@ -23,7 +23,6 @@ from fastattention.quantized import KEYS_OF_SCALE
 _make_params = QuantizeParams.maker(
     "q", "k", "cu_seqlens_q", "cu_seqlens_k", "sums", "q_stored", "k_stored", "q_scale", "q_shift", "k_scale"
 )
-_CHUNK_TOKENS = 512  # keys that are summed up together; as in kernels/quantize_rows.cuh
 
 
 def why_not_int8(problem: Problem, arch: int) -> str | None:
@@ -58,11 +57,11 @@ class Int8Call:
     ) -> None:
         self._problem, self._dtype, self._planned = problem, dtype, planned
         self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
-        self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v, since an unaligned v is copied
-        self._num_chunks = -(-problem.seqlen_k // _CHUNK_TOKENS)
+        self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v: one that is not aligned is copied
+        self._num_chunks = -(-problem.seqlen_k // QuantizeConfig.chunk_tokens)
         self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))
         q_tiles, k_tiles = self._tiles
-        config = QuantizeConfig(str(dtype).removeprefix("torch."), lanes_for(stored_columns(problem.headdim)))
+        config = QuantizeConfig(dtype, lanes_for(stored_columns(problem.headdim)))
         chunks = problem.batch_size * problem.nheads_k * self._num_chunks
         tiles = problem.batch_size * (problem.nheads * q_tiles + problem.nheads_k * k_tiles)
         self._launchers = [

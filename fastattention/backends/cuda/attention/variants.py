@@ -188,7 +188,6 @@ def variants_of(
     seqlens, decodes = heuristics.representative_seqlens(), decode_heuristics.representative_calls()
     formats = [CACHE_FORMATS[feature.cache_dtype] for feature in features]
     columns = dict.fromkeys(AppendConfig.columns_for(headdim, headdim) for headdim in headdims)
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     variants: Iterator[Variant] = itertools.chain(
         (
             choose_feature(arch, limits, dtype, headdim, feature, seqlen)
@@ -200,9 +199,9 @@ def variants_of(
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
             if feature not in _OF_FORWARDS_ALONE
         ),
-        _quantizers_of(names, headdims if Feature.PRODUCTS in features and multiplies_int8(arch) else ()),
-        (AppendConfig(*append) for append in itertools.product(names, formats, columns)),
-        _merges_of(names) if Feature.PLAIN in features else (),
+        _quantizers_of(dtypes, headdims if Feature.PRODUCTS in features and multiplies_int8(arch) else ()),
+        (AppendConfig(*append) for append in itertools.product(dtypes, formats, columns)),
+        _merges_of(dtypes) if Feature.PLAIN in features else (),
     )
     return list(dict.fromkeys(variants))
 
@@ -231,17 +230,17 @@ def training_variants_of(
     return list(dict.fromkeys(variants))
 
 
-def _quantizers_of(dtypes: Sequence[str], headdims: Sequence[int]) -> Iterator[QuantizeConfig]:
+def _quantizers_of(dtypes: Sequence[torch.dtype], headdims: Sequence[int]) -> Iterator[QuantizeConfig]:
     """Kernels that quantize rows, for the dtypes in which a GPU computes."""
     for dtype, headdim in itertools.product(dtypes, headdims):
         if headdim <= WIDEST_OF_A_WARP:
             yield QuantizeConfig(dtype, lanes_for(stored_columns(headdim)))
 
 
-def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:
-    """Kernels that merge parts: few parts, and groups of many, which are merged in float32 first."""
-    yield MergeConfig("float32", "float32")
+def _merges_of(dtypes: Sequence[torch.dtype]) -> Iterator[MergeConfig]:
+    """Kernels that merge parts: of few, and of more than one launch takes, whose groups are merged in float32 first."""
+    yield MergeConfig(torch.float32, torch.float32)
     for dtype in dtypes:
         yield MergeConfig(dtype, dtype)
-        yield MergeConfig(dtype, "float32")
-        yield MergeConfig("float32", dtype)
+        yield MergeConfig(dtype, torch.float32)
+        yield MergeConfig(torch.float32, dtype)

@@ -54,27 +54,24 @@ def operand_dtype(dtype: torch.dtype, arch: int) -> torch.dtype:
 def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> ChunkKernels:
     """The kernels of a chunked problem in 16 bits."""
     headdim = padded_headdim(problem.headdim_k)
-    dtype = str(operand_dtype(problem.dtype, arch)).removeprefix("torch.")
     rule = "delta" if problem.delta_rule else "key" if problem.gate_per_key else "head"
     chunk = _LONG_CHUNK if arch >= 80 and headdim <= _WIDEST_OF_LONG_CHUNKS else _CHUNK
+    common = arch, operand_dtype(problem.dtype, arch), headdim, chunk, rule
     states = next(
         config
         for num_steps, num_key_parts in _divisions(problem, headdim, arch, limits)
         for num_stages in (_STAGES[problem.delta_rule] if arch >= 80 else (1,))
-        for config in [StatesConfig(arch, dtype, headdim, chunk, rule, num_steps, num_key_parts, num_stages)]
+        for config in [StatesConfig(*common, num_steps, num_key_parts, num_stages)]
         if config.shared_bytes <= limits.shared_per_cta
     )
     outputs = next(
         config
         for columns in _OUT_COLUMNS
-        for config in [OutputsConfig(arch, dtype, headdim, chunk, rule, columns)]
+        for config in [OutputsConfig(*common, columns)]
         if config.shared_bytes <= limits.shared_per_cta
     )
-    prepare = (
-        PrepareKeysConfig(arch, dtype, headdim, chunk, GATE_FORMATS[problem.gate_dtype])
-        if problem.gate_per_key
-        else PrepareConfig(arch, dtype, headdim, chunk, problem.delta_rule)
-    )
+    gate_format = GATE_FORMATS[problem.gate_dtype]
+    prepare = PrepareKeysConfig(*common, gate_format) if problem.gate_per_key else PrepareConfig(*common)
     return ChunkKernels(prepare, states, outputs)
 
 

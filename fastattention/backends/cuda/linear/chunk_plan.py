@@ -16,7 +16,6 @@ from torch import Tensor
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import first_strides, named_strides, pointers, token_strides
 from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
-from fastattention.backends.cuda.linear.chunk_config import factors_of_chunk
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels, operand_dtype
 from fastattention.backends.cuda.linear.params import GATE_FORMATS, ChunkParams
 from fastattention.gpu_runtime.chips import Limits
@@ -34,15 +33,14 @@ class ChunkedCall:
     ) -> None:
         """launcher: gives a function that enqueues a kernel."""
         self._problem, self._dtype = problem, operand_dtype(problem.dtype, arch)
-        _, states, outputs = kernels = choose_chunk_kernels(problem, arch, limits)
+        prepare, states, outputs = kernels = choose_chunk_kernels(problem, arch, limits)
         self._num_slots = _num_slots(problem, states.chunk)
         self._columns_v = -(-problem.headdim_v // 8) * 8
         heads, square = problem.nheads * self._num_slots, states.chunk**2
         tokens = states.chunk * states.headdim * problem.gate_per_key
-        factors = states.headdim if problem.gate_per_key else factors_of_chunk(states.chunk)
         state, updates = self._columns_v * states.headdim, self._columns_v * states.chunk * problem.delta_rule
         scratch = {  # bytes
-            "scores": 2 * square, "inverse": 2 * square * problem.delta_rule, "factors": 4 * factors,
+            "scores": 2 * square, "inverse": 2 * square * problem.delta_rule, "factors": 4 * prepare.num_factors,
             "q_scaled": 2 * tokens, "k_scaled": 2 * tokens, "states": 2 * state, "updates": 2 * updates,
         }  # fmt: skip
         *self._offsets, self._scratch_bytes = itertools.accumulate(
@@ -50,7 +48,7 @@ class ChunkedCall:
         )
         self._template_as_given: bytes | None = None  # for calls whose tensors kernels read without a copy
         self._make = ChunkParams.maker(*LinearInputs._fields, "out", "final_state", *scratch)
-        state_parts = -(-problem.headdim_v // states.columns) * states.num_key_parts
+        state_parts = -(-problem.headdim_v // states.value_columns) * states.num_key_parts
         grids = (
             heads,
             problem.num_sequences * problem.nheads * state_parts,

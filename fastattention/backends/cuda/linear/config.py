@@ -11,37 +11,26 @@ from typing import ClassVar
 import torch
 
 from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
+from fastattention.backends.cuda.common.tiles import Elements
 from fastattention.gpu_runtime.variant import Entry, Variant
 
 STEP_COLUMNS = (16, 32)
 STEP_WARPS = (1, 2, 4, 8)
-WARP_ROWS = 32  # rows of a state that a warp takes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class StepConfig(Variant):
+class StepConfig(Elements, Variant):
     """One variant of kernels/step.cuh, for both rules and gates of every dtype."""
 
     include_folders: ClassVar = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
     source: ClassVar[str] = "step.cuh"
-    exports: ClassVar = ("bfloat16", "float32", "shared_bytes")
-    constants: ClassVar = {"warp_rows": WARP_ROWS}
+    warp_rows: ClassVar = 32  # of a state
 
     dtype: torch.dtype  # dtype of q, k, v and out
     gate_per_key: bool
     columns: int  # columns of a state that a CTA takes; a lane holds as many elements
     num_warps: int  # warps that share out the rows
-
-    @property
-    def bfloat16(self) -> bool:
-        """Whether 16-bit tensors are bfloat16; otherwise they are float16."""
-        return self.dtype is torch.bfloat16
-
-    @property
-    def float32(self) -> bool:
-        """Whether q, k, v and out are float32."""
-        return self.dtype is torch.float32
 
     @property
     def shared_bytes(self) -> int:
@@ -53,7 +42,7 @@ class StepConfig(Variant):
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_linear_step", 32 * self.num_warps, self.shared_bytes, overlaps=True),)
+        return (Entry("fastattention_linear_step", self.num_warps, self.shared_bytes, overlaps=True),)
 
 
 def step_variants(dtypes: Iterable[torch.dtype] = DTYPES) -> list[StepConfig]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastattention.backends.cuda.linear.config import STEP_COLUMNS, STEP_WARPS, WARP_ROWS, StepConfig
+from fastattention.backends.cuda.linear.config import STEP_COLUMNS, STEP_WARPS, StepConfig
 from fastattention.linear.problem import LinearProblem
 
 
@@ -13,7 +13,7 @@ def choose_step(problem: LinearProblem, num_sms: int) -> StepConfig:
     twice the CTAs, so that fewer multiprocessors are idle.
     """
     narrow, wide = STEP_COLUMNS
-    num_warps = next(warps for warps in STEP_WARPS if warps * WARP_ROWS >= problem.headdim_k)
+    num_warps = next(warps for warps in STEP_WARPS if warps * StepConfig.warp_rows >= problem.headdim_k)
     is_narrow = problem.headdim_v <= narrow or num_ctas(problem, wide) < num_sms
     return StepConfig(problem.dtype, problem.gate_per_key, narrow if is_narrow else wide, num_warps)
 

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import torch
 
-from fastattention.backends.common.c_struct import params_of
-
-GATE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, None: 0}  # as in kernels/*_params.h
+from fastattention.backends.common.c_struct import constants_of, params_of
 
 _KERNELS = Path(__file__).parent / "kernels"
+_FORMATS = constants_of(_KERNELS / "gate_format.h")
+GATE_FORMATS = {
+    torch.float32: _FORMATS["kFloat32Gates"],
+    torch.float16: _FORMATS["kFloat16Gates"],
+    torch.bfloat16: _FORMATS["kBfloat16Gates"],
+    None: _FORMATS["kFloat32Gates"],
+}
 
 StepParams = params_of(_KERNELS / "step_params.h", "StepParams")
 ChunkParams = params_of(_KERNELS / "chunk_params.h", "ChunkParams")

@@ -99,8 +99,7 @@ constexpr int kFirstBytes =
     kGradFirst || FirstRows::kBytes > kGradientOfValueBytes ? FirstRows::kBytes : kGradientOfValueBytes;
 constexpr int kSecondBytes = kGradFirst ? SecondRows::kBytes : 0;
 constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : RowStatsCopy::kBytes);
-constexpr int kSharedMemory = kRowBytes + kStages * PassingTiles::kBytes + TileWalk::kSharedBytes;
-static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
+static_assert(kRowBytes + kStages * PassingTiles::kBytes + TileWalk::kSharedBytes == Config::shared_bytes);
 
 class BackwardTile {
 public:
@@ -168,7 +167,7 @@ private:
                            vectors(kRowsAreKeys ? Kind::kGradients : Kind::kValues, head, num_columns),
                            {params_, params_.stats + stats_offset(head), num_columns});
         const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, num_rows()) - 1;
-        const uint32_t list_shared = shared_ + kSharedMemory - TileWalk::kSharedBytes;
+        const uint32_t list_shared = shared_ + Config::shared_bytes - TileWalk::kSharedBytes;
         TileWalk walk(p_, {work_.batch, head, kRowsAreKeys, first_row, last_row}, begin, end, list_shared);
         if (walk.begin() >= walk.end()) return;
         if constexpr (kPipelined) {
@@ -240,8 +239,7 @@ private:
                               const int32_t* cu_seqlens, int columns) {
             const uint16_t* first = static_cast<const uint16_t*>(base) + work_.batch * stride_batch +
                                     first_token(cu_seqlens, work_.batch) * stride_row + head_of_it * stride_head;
-            return SourceRows<uint16_t, false>{first, static_cast<int>(stride_row), num_rows, columns, nullptr, 0, {1, 0, 0},
-                                               0};
+            return SourceRows<uint16_t, false>{first, static_cast<int>(stride_row), num_rows, columns};
         };
         switch (kind) {
             case Kind::kQueries:

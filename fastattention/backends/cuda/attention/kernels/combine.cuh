@@ -8,9 +8,9 @@ namespace fastattention {
 
 constexpr int kCombineWarps = Config::combine_warps;
 constexpr int kCombineTeams = kCombineWarps * kRowsOfWarp;
-constexpr int kCombineTogether = 4;  // parts that a team reads at once: more would take registers that other CTAs need
-constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // per team a row, its maximum and its sum
-static_assert(kCombineShared == Config::combine_bytes, "attention/config.py counts shared memory otherwise");
+constexpr int kCombineTogether = 4;  // parts, of each team: more would be registers that other CTAs need
+constexpr int kCombineTeamBytes = (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum
+static_assert(kCombineTeams * kCombineTeamBytes == Config::combine_bytes);
 
 class CombineRows {
 public:
@@ -48,7 +48,7 @@ public:
     }
 
 private:
-    static FA_DEVICE uint32_t shared_of(int team) { return shared_memory() + team * (kColumnsOfRow + 4) * 4; }
+    static FA_DEVICE uint32_t shared_of(int team) { return shared_memory() + team * kCombineTeamBytes; }
 
     FA_DEVICE static void leave(int team, const MergedRow& row) {
         const uint32_t to = shared_of(team);

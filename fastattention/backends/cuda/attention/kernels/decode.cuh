@@ -40,8 +40,7 @@ constexpr int kMergePitch = merge_pitch(kMergeColumns);
 constexpr int kMergeParts = kHeaddimV / kMergeColumns;
 static_assert(kMergeParts * kMergeColumns == kHeaddimV, "parts are equally wide");
 
-constexpr int kSharedMemory = kLoopBytes + kResultRows * 8 + kExchangeBytes;
-static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
+static_assert(kLoopBytes + kResultRows * 8 + kExchangeBytes == Config::shared_bytes);
 
 // The part of a sequence that a CTA attends to.
 struct SequenceSpan {

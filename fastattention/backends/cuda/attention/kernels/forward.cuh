@@ -10,8 +10,7 @@ using Loop = KeyLoop<WholeCta>;
 
 // Rows of the output, in 16 bits, are staged in the shared memory of the queries.
 constexpr int kQueryBytes = Loop::kQueryBytes > kTileM* kOutPitch ? Loop::kQueryBytes : kTileM * kOutPitch;
-constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes + kExchangeBytes + TileWalk::kSharedBytes;
-static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
+static_assert(kQueryBytes + Loop::kTeamBytes + kExchangeBytes + TileWalk::kSharedBytes == Config::shared_bytes);
 
 FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask) {
     const int first_row = work.m_tile * kTileM;
@@ -21,7 +20,7 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
     const int full_end = any_rests ? 0 : mask.row_end(first_row);
     const FullKeys full{mask.row_begin(last_row), full_end};
     const int begin = mask.row_begin(first_row) / kTileN * kTileN, end = mask.row_end(last_row);
-    const uint32_t shared = shared_memory(), list_shared = shared + kSharedMemory - TileWalk::kSharedBytes;
+    const uint32_t shared = shared_memory(), list_shared = shared + Config::shared_bytes - TileWalk::kSharedBytes;
     const TileWalk tiles(p, {work.batch, work.head, false, first_row, last_row}, begin, end, list_shared);
     if (tiles.begin() < tiles.end()) {
         const uint32_t kv_shared = shared + kQueryBytes, exchange = kv_shared + Loop::kTeamBytes;

@@ -90,10 +90,7 @@ struct BackwardParams {
     float exponents_of_lse;  // factor from lse to exponents
 };
 
-// Keys that share a scale in int8 products, as in fastattention/quantized.py.
-constexpr int kKeysOfScale = 64;
-
-// Parameters of quantize_rows.cuh. Its results are contiguous.
+// Parameters of quantize_rows.cuh. What it writes is contiguous.
 struct QuantizeParams {
     const uint16_t* q;  // as in AttentionParams
     const uint16_t* k;

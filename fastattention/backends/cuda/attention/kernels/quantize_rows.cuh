@@ -9,15 +9,15 @@
 
 namespace fastattention {
 
-constexpr int kQuantizeThreads = Config::num_threads;
+constexpr int kQuantizeThreads = 32 * Config::num_warps;
 constexpr int kLanesOfRow = Config::lanes_of_row;
 constexpr int kTeams = kQuantizeThreads / kLanesOfRow;  // each processes a row at a time
 constexpr int kTileColumns = 8 * kLanesOfRow;
-constexpr int kChunkTokens = 512;  // keys that a CTA sums up, as in quantize.py
-constexpr int kRowsOfTeam = kKeysOfScale / kTeams;  // a CTA quantizes kKeysOfScale rows, of keys or queries
-constexpr float kShare = 1.0f / (1 << 24);  // factor of keys in sums: exact, and no sum of floats overflows
-constexpr int kSumBytes = Config::shared_bytes;
-static_assert(kSumBytes == kQuantizeThreads * 8 * 4, "a thread has eight sums");
+constexpr int kChunkTokens = Config::chunk_tokens;  // keys that a CTA sums up
+constexpr int kKeysOfScale = Config::keys_of_scale;
+constexpr int kRowsOfTeam = kKeysOfScale / kTeams;  // a CTA rounds as many rows, of queries too
+constexpr float kShare = 1.0f / (1 << 24);  // of a key in sums: exact, and no sum of floats overflows
+static_assert(Config::shared_bytes == kQuantizeThreads * 8 * 4, "a thread has eight sums");
 
 // Queries or keys of one head of one sequence.
 struct HeadRows {

@@ -6,8 +6,7 @@
 
 namespace fastattention {
 
-// The tokens of a block of a block mask are a multiple of this; fastattention/attention/problem.py checks it.
-constexpr int kBlockStep = 64;
+constexpr int kBlockStep = Config::block_step;  // tokens of a block are a multiple of it
 
 // The rows of a CTA, of one sequence and one query head.
 struct MaskedRows {

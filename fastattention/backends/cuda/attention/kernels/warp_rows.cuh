@@ -15,7 +15,7 @@ static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 
 
 static_assert(!kMixesBlocks || (kColumnWarps == 1 && kBlockStep % kWarpRows == 0), "a warp skips what its rows do not keep");
 
-static_assert(!kInt8Products || kKeysOfScale % kTileN == 0, "a tile has one scale");
+static_assert(!kInt8Products || Config::keys_of_scale % kTileN == 0, "a tile has one scale");
 
 // Rows of the output, in 16 bits, are staged in the shared memory of the queries.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
@@ -63,7 +63,7 @@ public:
     FA_DEVICE void multiply_queries(Scores& scores, uint32_t k_shared, int key) {
         if constexpr (kInt8Products) {
             key_scale_ = p_.k_scale[work_.batch * p_.k_scale_stride_batch + work_.kv_head * p_.k_scale_stride_head +
-                                    key / kKeysOfScale];
+                                    key / Config::keys_of_scale];
             fill(scores, as_float(kInt8Origin));
         }
         Arch::multiply_rows(scores, queries_, k_shared);

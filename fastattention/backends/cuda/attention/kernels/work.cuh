@@ -79,7 +79,7 @@ FA_DEVICE SourceRows<uint16_t, kGroupedRows> query_rows(const AttentionParams& p
         // The rows of a page are the heads of a token.
         return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row, group_divisor(p), 0};
     } else {
-        return {base, p.q_stride_row, num_rows, p.headdim, nullptr, 0, {1, 0, 0}, 0};
+        return {base, p.q_stride_row, num_rows, p.headdim};
     }
 }
 
@@ -100,7 +100,7 @@ FA_DEVICE SourceRows<Item, kPaged> cache_rows(const AttentionParams& p, const Wo
                 pad};
     const int64_t row = p.cache_batch_idx == nullptr ? w.batch : p.cache_batch_idx[w.batch];
     base += row * stride_batch + (first_token(p.cu_seqlens_k, w.batch) + pad) * stride_row;
-    return {base, step, key_end, columns, nullptr, 0, {1, 0, 0}, 0};
+    return {base, step, key_end, columns};
 }
 
 FA_DEVICE SourceRows<CacheItem, kPaged> key_rows(const AttentionParams& p, const Work& w, int key_end) {

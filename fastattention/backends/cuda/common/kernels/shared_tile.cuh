@@ -13,7 +13,7 @@ namespace fastattention {
 
 template <int kBytesOfElement>
 FA_DEVICE constexpr int pitch_of(int columns) {
-    return columns * kBytesOfElement + (kSwizzled ? 0 : 16);
+    return columns * kBytesOfElement + Config::row_padding;
 }
 
 // The value to XOR the index of a chunk in this row with. It repeats every eight rows.
@@ -57,10 +57,11 @@ struct Place {
 template <class Item, bool kBlocked>
 struct SourceRows {
     const Item* base;  // row 0, or block 0
-    int stride_row;    // below 2^31, so that addresses cost one multiplication
-    int num_rows;          // tiles have zeros after them
-    int num_columns;       // tiles have zeros after them
-    const int32_t* table;  // indices of blocks, null when blocks are in order
+    int stride_row;    // less than 2^31 items: addresses cost one multiplication
+    int num_rows;          // beyond them tiles hold zeros
+    int num_columns;       // likewise
+    // Rows in blocks:
+    const int32_t* table;  // where they lie, null when they lie in order
     int64_t stride_block;
     Divisor block_size;
     int first;  // rows of the first block that come before row 0

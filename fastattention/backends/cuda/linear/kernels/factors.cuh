@@ -14,7 +14,7 @@ enum FactorPlane {
     kKeysToState,     // what it adds to the state after the chunk
     kBetas,           // beta
 };
-constexpr int kStateFactor = 4 * kChunk;   // the index of the factor of the state itself
-constexpr int kFactors = 4 * kChunk + 4;  // rounded up to 16 bytes
+constexpr int kStateFactor = 4 * kChunk;   // where the factor of the state itself stands
+constexpr int kFactors = Config::num_factors;
 
 }  // namespace fastattention

@@ -2,18 +2,19 @@
 #pragma once
 
 #include "element.cuh"
+#include "gate_format.h"
 
 namespace fastattention {
 
-// Reads the bits of a value; widening it here would wait for the load. format: see step_params.h.
+// A number as it lies in memory: whoever widened it would wait for it. format: a GateFormat.
 FA_DEVICE uint32_t read_bits(const void* numbers, int64_t at, int format) {
-    return format == 0 ? static_cast<const uint32_t*>(numbers)[at] : static_cast<const uint16_t*>(numbers)[at];
+    return format == kFloat32Gates ? static_cast<const uint32_t*>(numbers)[at] : static_cast<const uint16_t*>(numbers)[at];
 }
 
 FA_DEVICE float widen_bits(uint32_t bits, int format) {
-    if (format == 0) return as_float(bits);
+    if (format == kFloat32Gates) return as_float(bits);
     const uint16_t half = static_cast<uint16_t>(bits);
-    return format == 1 ? Float16::widen(half) : Bfloat16::widen(half);
+    return format == kFloat16Gates ? Float16::widen(half) : Bfloat16::widen(half);
 }
 
 // Computes a gate from its logarithm; 0 for -infinity. Gates near 1 are accurate to half a unit in the last place: over many

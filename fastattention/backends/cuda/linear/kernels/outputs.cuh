@@ -29,10 +29,10 @@ class Outputs {
     static constexpr int kOutPitch = pitch_of<2>(kColumns);
     static_assert(kChunk * kOutPitch <= QueryCopy::kBytes, "there is room");
 
-public:
-    static constexpr int kBytes = kUpdatesAt + UpdateCopy::kBytes;
+    static_assert(kUpdatesAt + UpdateCopy::kBytes == Config::shared_bytes);
 
-    // column: the CTA's first column of v.
+public:
+    // column: the CTA's first of v.
     FA_DEVICE Outputs(const ChunkParams& p, const Sequence& sequence, int chunk, int head, int column)
         : p_(p),
           sequence_(sequence),
@@ -138,7 +138,6 @@ private:
     const int query_, out_column_;  // the warp's first query and column within the CTA
     const uint32_t at_ = shared_memory();
 };
-static_assert(Outputs::kBytes == Config::shared_bytes, "chunk_config.py computes the same");
 
 }  // namespace fastattention
 

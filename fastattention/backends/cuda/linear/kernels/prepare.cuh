@@ -39,9 +39,10 @@ class ChunkMemory {
     static constexpr int kProducts = 2 * TokenCopy::kBytes, kGates = kProducts + kChunk * kProductPitch,
                          kBetas = kGates + kChunk * 4, kLengths = kBetas + kChunk * 4;
 
+    static_assert(kLengths + 2 * kChunk * 4 == Config::shared_bytes);
+
 public:
-    static constexpr int kBytes = kLengths + 2 * kChunk * 4;
-    // For L and its inverse: eight lanes that read 16 bytes each from neighbouring rows use different banks.
+    // Row pitch of L and its inverse: eight lanes that read 16 bytes each of neighbouring rows are in different banks.
     static constexpr int kPitch = (kChunk + 4) * 4;
     static_assert(kPitch <= kProductPitch && kChunk * kPitch <= 2 * TokenCopy::kBytes, "there is room");
 
@@ -62,7 +63,6 @@ public:
 private:
     uint32_t at_;
 };
-static_assert(ChunkMemory::kBytes == Config::shared_bytes, "chunk_config.py computes the same");
 
 FA_DEVICE float load_number(uint32_t at) { return as_float(load_shared_32(at)); }
 FA_DEVICE void store_number(uint32_t at, float x) { store_shared_32(at, as_bits(x)); }

@@ -26,10 +26,10 @@
 namespace fastattention {
 
 constexpr int kBlock = 4, kGroup = 16, kGroups = kChunk / kGroup;
-constexpr int kSlice = 64;  // columns of queries and keys at a time
-constexpr int kGateFormat = Config::gate_format;  // as ChunkParams::gate_format
-constexpr int kSizes = kGroups == 4 ? 4 : 3;  // sizes of parts: kBlock << index
-static_assert(kGroups == 4 || kGroups == 2, "two or four groups are joined");
+constexpr int kSlice = Config::slice_columns;  // columns of queries and keys at a time
+constexpr int kGateFormat = Config::gate_format;
+constexpr int kSizes = Config::num_sizes;  // of parts: kBlock << index
+static_assert(kChunk == kBlock << kSizes && (kGroups == 4 || kGroups == 2), "two or four groups are joined");
 static_assert(kWarps == kChunk / (2 * kBlock), "a warp has two blocks");
 static_assert(kHeaddim % kSlice == 0 && kChunk % Arch::kStepRows == 0, "slices and steps are whole");
 
@@ -37,9 +37,8 @@ static_assert(kHeaddim % kSlice == 0 && kChunk % Arch::kStepRows == 0, "slices a
 constexpr int kPitch = pitch_of<2>(kSlice);
 constexpr int kTileBytes = kChunk * kPitch;
 constexpr int kScorePitch = pitch_of<2>(kChunk);
-constexpr int kSharedMemory = kSizes * kTileBytes + kWarps * kSlice * 4;
-static_assert(kChunk * kScorePitch <= kSharedMemory && kSharedMemory == Config::shared_bytes,
-              "chunk_config.py computes the same");
+static_assert(kSizes * kTileBytes + kWarps * kSlice * 4 == Config::shared_bytes);
+static_assert(kChunk * kScorePitch <= Config::shared_bytes, "there is room");
 
 // Values of four neighbouring columns.
 struct Four {
@@ -85,7 +84,7 @@ struct Gates {
     static FA_DEVICE uint32_t bits(const Words& words, int i) { return half_of(words, i); }
 };
 template <>
-struct Gates<0> {
+struct Gates<kFloat32Gates> {
     using Number = float;
     using Words = Words4;
     static FA_DEVICE Words read(const Number* at) { return load_global_128(at); }

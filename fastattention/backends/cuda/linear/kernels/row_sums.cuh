@@ -11,12 +11,11 @@ template <int kLanes, int kWarps, int kProducts>
 class RowSums {
     static constexpr int kFours = kProducts * kLanes + 1;  // fours of sums per warp: for its columns, and one for the rows
     static constexpr int kBufferBytes = kWarps * kFours * 16;
-
-public:
-    static constexpr int kBytes = kWarps > 1 ? 2 * kBufferBytes : 0;
+    static_assert((kWarps > 1 ? 2 * kBufferBytes : 0) == Config::shared_bytes);
     static_assert(kFours <= 32, "each is stored by another lane");
 
-    // warp: the index of this warp.
+public:
+    // warp: the index of this one
     FA_DEVICE explicit RowSums(int warp) : warp_(warp) {}
 
     // of_rows: up to four sums that belong to no column. Every lane gets the sums of its own columns.

@@ -24,8 +24,8 @@ constexpr int kKeyDims = kHeaddim / kStateWarps;  // key dimensions of the state
 constexpr int kTokens = kChunk / kStateWarps;  // tokens of keys and updates per warp
 static_assert(kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
 static_assert(!kDeltaRule || kKeyParts == 1, "it asks all of a column of the state");
-// Values of the next chunk become operands while this chunk's are multiplied, so that a chunk needs one barrier.
-constexpr bool kValuesAhead = !kDeltaRule && Arch::kAsyncCopy;
+// Values of the next chunk become operands while this one's are multiplied: a chunk has one barrier.
+constexpr bool kValuesAhead = Config::values_ahead;
 static_assert(kStages >= (Arch::kAsyncCopy ? 2 + kValuesAhead : 1), "copies go on meanwhile");
 static_assert((kCopyWarps > 0) == Arch::kAsyncCopy, "where copies go on meanwhile, warps of their own begin them");
 
@@ -41,12 +41,11 @@ class ChunkTiles {
     using ValueCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kColumns>;
     static constexpr int kInverse = KeyCopy::kBytes, kValues = kInverse + (kDeltaRule ? kTriangleBytes : 0),
                          kFactorsAt = kValues + ValueCopy::kBytes;
-    static constexpr int kNumbers = kGatePerKey ? kHeaddim : kFactors,
-                         kNumbersOfSlot = kGatePerKey ? kStateColumns : kFactors;
+    static constexpr int kFactorsOfSlot = kGatePerKey ? kStateColumns : kFactors;
 
 public:
     static constexpr int kKeyPitch = KeyCopy::kPitch, kValuePitch = ValueCopy::kPitch;
-    static constexpr int kBytes = kFactorsAt + kNumbers * 4;
+    static constexpr int kBytes = kFactorsAt + kFactors * 4;
 
     // column, key: the CTA's first column of v and key dimension.
     FA_DEVICE ChunkTiles(const ChunkParams& p, const Sequence& sequence, int head, int column, int key)
@@ -55,7 +54,7 @@ public:
           inverse_(p.inverse + slot_of(p, sequence, head) * (kChunk * kChunk)),
           values_({p.v + sequence.offset(p.v_stride_batch, p.v_stride_row, p.v_stride_head, head) + column, p.v_stride_row,
                    sequence.length, p.columns_v - column}),
-          factors_(p.factors + slot_of(p, sequence, head) * kNumbersOfSlot + (kGatePerKey ? key : 0)),
+          factors_(p.factors + slot_of(p, sequence, head) * kFactorsOfSlot + (kGatePerKey ? key : 0)),
           length_(sequence.length) {}
 
     // Nothing is read for chunks after the last one.
@@ -71,7 +70,7 @@ public:
             copy_triangle<CopyTeam>(inverse_ + static_cast<int64_t>(chunk) * (kChunk * kChunk), valid, to + kInverse);
         values_.begin(first, to + kValues);
         values_.finish(to + kValues);
-        copy_numbers<CopyTeam, kNumbers>(factors_ + static_cast<int64_t>(chunk) * kNumbersOfSlot, valid, to + kFactorsAt);
+        copy_numbers<CopyTeam, kFactors>(factors_ + static_cast<int64_t>(chunk) * kFactorsOfSlot, valid, to + kFactorsAt);
     }
 
     static FA_DEVICE uint32_t keys(uint32_t tiles) { return tiles; }
@@ -98,10 +97,10 @@ private:
     static constexpr int kOfState = kColumns * kStatePitch, kOfTokens = kColumns * kTokenPitch;
     static constexpr int kToState = kStages * ChunkTiles::kBytes + kTurns * kOfState, kRest = kToState + kTurns * kOfTokens;
 
-public:
-    static constexpr int kBytes = kRest + (kDeltaRule ? 2 * kOfTokens : 0);
+    static_assert(kRest + (kDeltaRule ? 2 * kOfTokens : 0) == Config::shared_bytes);
 
-    // The state before a chunk.
+public:
+    // As it is before a chunk.
     FA_DEVICE uint32_t state(int chunk) const { return at_ + kStages * ChunkTiles::kBytes + chunk % kTurns * kOfState; }
     // A chunk's updates, scaled to be added to the state.
     FA_DEVICE uint32_t to_state(int chunk) const { return at_ + kToState + chunk % kTurns * kOfTokens; }
@@ -112,7 +111,6 @@ public:
 private:
     const uint32_t at_ = shared_memory();
 };
-static_assert(Exchange::kBytes == Config::shared_bytes, "chunk_config.py computes the same");
 
 class States {
 public:

@@ -31,7 +31,6 @@ class Step {
     using Format = FormatOf<Config::float32>::Type;
     using Item = Format::Item;
     using Sums = RowSums<kLanesOfRow, kStepWarps, 1 + kAllowsDelta>;
-    static_assert(Sums::kBytes == Config::shared_bytes, "the launch has another size");
 
     // What a lane reads of one token, as it is in memory.
     struct Token {

@@ -29,7 +29,7 @@ struct StepParams {
     int32_t group_size;  // heads of v that share a head of q and k
     int32_t headdim_k, headdim_v;
     int32_t column_tiles;  // CTAs that share the columns of a head
-    int32_t g_format, beta_format;  // 0 float32, 1 float16, 2 bfloat16
+    int32_t g_format, beta_format;  // see gate_format.h
     int32_t l2norm;
     float scale;
 };

@@ -11,7 +11,7 @@ namespace fastattention {
 // ScoreMma: the instruction of the product with keys. Its operands are as wide: a pair of bytes may replace an element.
 template <class Mma, class ScoreMma = Mma>
 struct Fragments16 : Layout16 {
-    static constexpr int kSharedBytes = 2;  // per element in shared memory
+    static constexpr int kSharedBytes = Config::element_bytes;  // of an element in shared memory
     static constexpr int kKeyStep = 16;     // keys come in multiples of this
 
     // Loads operands A from rows in shared memory.

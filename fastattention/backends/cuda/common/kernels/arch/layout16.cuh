@@ -7,8 +7,8 @@
 namespace fastattention {
 
 struct Layout16 {
-    static constexpr int kStepRows = 16;  // query rows of a step
-    static constexpr int kElements = 4;   // elements of an accumulator that a lane holds
+    static constexpr int kStepRows = Config::step_rows;  // of queries
+    static constexpr int kElements = kStepRows / 4;       // of an accumulator, in one lane
 
     // Which of a lane's two rows of a step holds an element, the index of a row, and the column of an element of a tile.
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }

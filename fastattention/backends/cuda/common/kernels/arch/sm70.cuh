@@ -22,10 +22,10 @@ struct Arch {
     static_assert(kColumnWarps == 1 && !kValuesInKeys, "probabilities stay in registers");
     static constexpr bool kAsyncCopy = false;
     static constexpr bool kSeparateFullTiles = true;
-    static constexpr int kSharedBytes = 2;
+    static constexpr int kSharedBytes = Config::element_bytes;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
-    static constexpr int kStepRows = 32;
-    static constexpr int kElements = 8;
+    static constexpr int kStepRows = Config::step_rows;
+    static constexpr int kElements = kStepRows / 4;
 
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2 % 2; }
     static FA_DEVICE int row(int which) {

@@ -314,7 +314,7 @@ def plan_offload(
         "cpu_bandwidth": cpu_bandwidth,
         "dram_bandwidth": dram_bandwidth,
     }
-    options = command.Options(
+    options = command.OffloadOptions(
         model=model,
         hardware=hardware,
         seqlen=seqlen,
@@ -343,7 +343,7 @@ def plan_allreduce(
     """Predict row blocks of a tensor-parallel prompt, and how much of the all-reduce they hide. Needs no device."""
     from fastattention.cli.plan import allreduce as command
 
-    options = command.Options(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)
+    options = command.AllReduceOptions(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)
     with errors_as_messages():
         command.plan(options, output)
 
@@ -366,7 +366,7 @@ def plan_traffic(
     """Predict the main-memory traffic of attention on a GPU, beside its lower bound. Needs no GPU."""
     from fastattention.cli.plan import traffic as command
 
-    options = command.Options(
+    options = command.TrafficOptions(
         batch_size=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen,

@@ -26,7 +26,7 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class Options:
+class TrafficOptions:
     """What the command is asked."""
 
     batch_size: int
@@ -72,7 +72,7 @@ class Options:
         )
 
 
-def plan(options: Options) -> None:
+def plan(options: TrafficOptions) -> None:
     """Print how the call is tiled, and its traffic. Raises ArgumentError for a wrong option."""
     limits, problem = options.limits, options.problem
     extent = Extent({(problem.seqlen_q, problem.seqlen_k): problem.batch_size})
@@ -85,7 +85,7 @@ def plan(options: Options) -> None:
     OUTPUT.print(NOTE)
 
 
-def _summary(options: Options, problem: Problem, config: KernelConfig, keys: int) -> Table:
+def _summary(options: TrafficOptions, problem: Problem, config: KernelConfig, keys: int) -> Table:
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     limits, mask = options.limits, ", causal" if options.causal else ""
     shape = f"{problem.batch_size} x {problem.seqlen_q} queries, {problem.seqlen_k} keys"

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention.cli.plan import overlap_model
-from fastattention.cli.plan.machines import MACHINES, AllReduce, Machine, Ring, find_machine
-from fastattention.cli.plan.overlap_model import (
+from fastattention.cli.plan import allreduce_model
+from fastattention.cli.plan.allreduce_model import (
     Prompt,
     Timeline,
     attention_seconds,
@@ -23,6 +22,7 @@ from fastattention.cli.plan.overlap_model import (
     one_after_the_other,
     predict,
 )
+from fastattention.cli.plan.machines import MACHINES, AllReduce, Machine, Ring, find_machine
 from fastattention.distributed.row_partitions import OVERLAPPED, Partition
 from fastattention.errors import ArgumentError
 
@@ -147,7 +147,7 @@ def test_two_blocks_of_two_ranks_in_a_ring_by_hand() -> None:
 
 
 def test_the_partitions_that_calls_try_are_predicted() -> None:
-    with mock.patch.object(overlap_model, "predict", wraps=predict) as predicted:
+    with mock.patch.object(allreduce_model, "predict", wraps=predict) as predicted:
         choose(LONG, machine(c10d(1.0), replace(FREE_RING, recipes=()), AllReduce("peer_kernel", ((1, 1.0),))))
     asked = [(call.args[2].name, *call.args[3]) for call in predicted.call_args_list]
     halves, quarters, eighths = (4096,) * 2, (2048,) * 4, (1024,) * 8

@@ -14,8 +14,8 @@ from linear.cases import CASES, LinearCase
 from linear.oracle import check
 from tiers import covering, sampled, tier_of
 
-from fastattention.backends.cuda.linear.config import DTYPES, StepConfig, step_variants
-from fastattention.backends.cuda.linear.heuristics import choose_step
+from fastattention.backends.cuda.linear.step_config import DTYPES, StepConfig, step_variants
+from fastattention.backends.cuda.linear.step_heuristics import choose_step
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
 

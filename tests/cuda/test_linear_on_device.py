@@ -12,7 +12,7 @@ from linear.oracle import check
 from torch import Tensor
 
 from fastattention import UnsupportedError
-from fastattention.backends.cuda.linear.config import DTYPES
+from fastattention.backends.cuda.linear.step_config import DTYPES
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla
 from fastattention.linear.backend import LINEAR_BACKENDS

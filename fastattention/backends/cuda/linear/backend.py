@@ -9,9 +9,9 @@ import torch
 from fastattention import config
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.gradients import why_not_in_transform
-from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
-from fastattention.backends.cuda.linear.heuristics import choose_step, num_ctas
-from fastattention.backends.cuda.linear.step import StepCall
+from fastattention.backends.cuda.linear.chunk_call import ChunkedCall
+from fastattention.backends.cuda.linear.step_call import StepCall
+from fastattention.backends.cuda.linear.step_heuristics import choose_step, num_ctas
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch

@@ -153,7 +153,7 @@ private:
         return memory_ + kSizes * kTileBytes + warp * kSlice * 4 + own_column() * 4;
     }
 
-    // Of the next slice, which the one before made the L2 cache fetch. Rows of q, k and g have the same columns: chunk_plan.py
+    // Of the next slice, which the one before made the L2 cache fetch. Rows of q, k and g have the same columns: chunk_call.py
     // aligns all of them.
     FA_DEVICE Bits read(int column) {
         const int rows = column + own_column() < p_.columns_k ? rows_ : 0;

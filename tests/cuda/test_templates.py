@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.backends.cuda.attention.call import PlannedCall
+from fastattention.backends.cuda.attention.call import AttentionCall
 
 CAPACITY = 90
 
@@ -98,7 +98,7 @@ def test_a_plan_copies_what_is_not_aligned_in_every_call() -> None:
     backend = EmulatedSm80()
     aligned = [x[:-1].view(1, 8, 2, 32) for x in memory]
     serve = CudaBackend.plan(backend, *prepare_dense(*aligned, Options()))
-    assert isinstance(serve, PlannedCall)
+    assert isinstance(serve, AttentionCall)
     backend.reports = []
     for offset in (0, 1, 0):
         q, k, v = (x[offset : offset + 512].view(1, 8, 2, 32) for x in memory)

@@ -11,7 +11,7 @@ from rich.table import Table
 from fastattention.attention.problem import MAX_HEADDIM_V, Layout, Problem
 from fastattention.backends.common.traffic import Extent, traffic_of
 from fastattention.backends.cuda.attention.config import KernelConfig
-from fastattention.backends.cuda.attention.plan import make_plan
+from fastattention.backends.cuda.attention.launches import choose_launches
 from fastattention.backends.cuda.attention.traffic import resident_ctas, tiled_keys
 from fastattention.cli.console import OUTPUT
 from fastattention.engine.explain import Bytes, Traffic
@@ -76,7 +76,7 @@ def plan(options: TrafficOptions) -> None:
     """Print how the call is tiled, and its traffic. Raises ArgumentError for a wrong option."""
     limits, problem = options.limits, options.problem
     extent = Extent({(problem.seqlen_q, problem.seqlen_k): problem.batch_size})
-    kernels = make_plan(problem, limits.arch, limits)
+    kernels = choose_launches(problem, limits.arch, limits)
     keys = tiled_keys(problem, extent, kernels, limits)
     config = kernels.attention[0].variant
     assert isinstance(config, KernelConfig)

@@ -113,7 +113,7 @@ class Agreement:
             if len(self.calls) >= MOST_KEPT and signature not in self.calls:
                 self.calls.clear()
             device = key.problem.device
-            attend = ATTENTION_BACKENDS.select(key.problem, key.backend).plan(key.problem, inputs)
+            attend = ATTENTION_BACKENDS.select(key.problem, key.backend).make_call(key.problem, inputs)
             self.calls[signature] = CachedCall(key, attend, agreed, device.index if device.type == "cuda" else None)
 
     def _release_unused(self) -> None:

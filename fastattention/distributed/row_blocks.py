@@ -131,7 +131,7 @@ def _some(tensor: Tensor | None, sequences: slice) -> Tensor | None:
     return None if tensor is None else tensor[sequences]
 
 
-Attend = Callable[[Inputs], AttentionOutput]  # AttentionBackend.plan
+Attend = Callable[[Inputs], AttentionOutput]  # AttentionBackend.make_call
 
 
 class AttentionLinear:

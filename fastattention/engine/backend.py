@@ -21,7 +21,7 @@ class Backend(abc.ABC, Generic[P, I, O]):
 
     name: ClassVar[str]
     # Whether `backward` gives the gradients of a problem with `grads`. Otherwise `why_not` refuses such a problem, or
-    # plans are made of operations of torch, which autograd follows.
+    # calls are made of operations of torch, which autograd follows.
     has_backward: ClassVar[bool] = False
     # Whether it reads lengths, offsets and block tables in host memory, wherever the tensors are. Their values are
     # checked then, and no CUDA graph can capture such a call.
@@ -39,7 +39,7 @@ class Backend(abc.ABC, Generic[P, I, O]):
         """
 
     @abc.abstractmethod
-    def plan(self, problem: P, inputs: I) -> Callable[[I], O]:
+    def make_call(self, problem: P, inputs: I) -> Callable[[I], O]:
         """Serves a problem that `why_not` accepted, for any inputs that differ from these only in addresses and values.
 
         The function keeps none of the tensors, and several threads may call it at a time.
@@ -48,7 +48,7 @@ class Backend(abc.ABC, Generic[P, I, O]):
     def backward(self, problem: P, inputs: I, result: O, grads: Any) -> Mapping[str, Tensor]:
         """The gradient of every tensor in `problem.grads`, by its name: contiguous, of the tensor's shape and dtype.
 
-        result: what the plan gave. Neither it nor any of `inputs` is written.
+        result: what the call gave. Neither it nor any of `inputs` is written.
         """
         raise NotImplementedError(f"{self.name} has no backward")
 

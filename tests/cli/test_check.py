@@ -46,7 +46,7 @@ class Wrong(SdpaBackend):
 
     name = "tested"
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         return functools.partial(self.forward, problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
@@ -111,7 +111,7 @@ from fastattention.cli.check import command, run
 from fastattention.cli.check.cases import Case
 
 class Dies(SdpaBackend):
-    def plan(self, problem, inputs):
+    def make_call(self, problem, inputs):
         os.kill(os.getpid(), signal.SIGKILL)
 
 ATTENTION_BACKENDS.order["tested"] = "__main__:Dies"

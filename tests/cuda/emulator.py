@@ -334,7 +334,7 @@ class EmulatedCudaBackend(CudaBackend):
         self.reports = []
         return super().merge(problem, outs, lses)
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         return functools.partial(self.forward, problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:

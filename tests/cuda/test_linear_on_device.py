@@ -44,7 +44,7 @@ def test_results_are_right_and_repeat(
     problem, inputs = prepare(case.tensors(dtype, "cuda"), case.options(chunked))
     if (reason := backend.why_not(problem)) is not None:
         pytest.skip(reason)
-    call = backend.plan(problem, inputs)
+    call = backend.make_call(problem, inputs)
     torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
     try:
         result, again = call(inputs), call(inputs)

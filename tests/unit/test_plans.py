@@ -31,7 +31,7 @@ from fastattention.attention import operators
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
-from fastattention.backends.cpu.attention import plan as cpu_plan
+from fastattention.backends.cpu.attention import call as cpu_call
 from fastattention.backends.cpu.library import load_library
 from fastattention.engine.operator import Plan
 from unit.plan_calls import (
@@ -361,7 +361,7 @@ def test_other_backends_have_plans_too() -> None:
         assert torch.equal(fast_attn_func(**arguments, backend="sdpa"), first)
     problem = explain(**arguments).problem
     assert problem.layout is Layout.DENSE
-    assert not isinstance(ATTENTION_BACKENDS.get("sdpa").plan(problem, mock.Mock()), cpu_plan.CpuPlan)
+    assert not isinstance(ATTENTION_BACKENDS.get("sdpa").make_call(problem, mock.Mock()), cpu_call.CpuAttentionCall)
 
 
 @every_function
@@ -370,7 +370,7 @@ def test_a_repeated_call_enters_few_files(function: Call, arguments: Callable[..
     given = arguments()
     function(**given)
     entered = files_of(lambda: function(**given))
-    assert "backends/cpu/attention/plan.py" in entered
+    assert "backends/cpu/attention/call.py" in entered
     assert len(entered) <= (8 if function is fast_attn_func else 11), sorted(entered)
     assert math.isfinite(float(function(**given).sum()))
 

@@ -119,22 +119,22 @@ def recorded() -> Iterator[set[str]]:
     backends = [ATTENTION_BACKENDS.get(name) for name in ATTENTION_BACKENDS.order]
 
     def noting(backend: AttentionBackend) -> Callable[[Problem, Inputs], Callable[[Inputs], AttentionOutput]]:
-        plan = backend.plan
+        make_call = backend.make_call
 
         def noted(problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
             served.add(backend.name)
-            return plan(problem, inputs)
+            return make_call(problem, inputs)
 
         return noted
 
     _choose_anew()  # so that each call is planned
     for backend in backends:
-        vars(backend)["plan"] = noting(backend)
+        vars(backend)["make_call"] = noting(backend)
     try:
         yield served
     finally:
         for backend in backends:
-            del vars(backend)["plan"]
+            del vars(backend)["make_call"]
         _choose_anew()
 
 

@@ -104,7 +104,7 @@ class CudaBackend(AttentionBackend):
         keys = tiled_keys(problem, extent, self._launches(problem), limits)
         return traffic_of(problem, extent, self.name, keys, limits.on_chip_bytes)
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """The launches for these strides. Where v may be in the memory of k, each call looks whether it is."""
         return functools.partial(self.forward, problem) if may_share_memory(problem) else self._call(problem, inputs)
 

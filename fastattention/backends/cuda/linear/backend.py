@@ -45,7 +45,7 @@ class CudaLinearBackend(LinearBackend):
             return f"{num_states} states are more than one launch takes; divide the batch, or use backend='torch'"
         return None
 
-    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+    def make_call(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """Three launches for chunks, one token by token."""
         limits = self._limits(problem)
 

@@ -1,4 +1,4 @@
-"""CpuPlan: a call of the native library, set up once for all calls whose tensors have the same strides."""
+"""CpuAttentionCall: a call of the native library, set up once for all calls whose tensors have the same strides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastattention.backends.cpu.library import load_library
 from fastattention.threads import get_num_threads
 
 
-class CpuPlan:
+class CpuAttentionCall:
     """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time."""
 
     def __init__(self, problem: Problem, inputs: Inputs) -> None:

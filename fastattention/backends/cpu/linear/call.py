@@ -1,4 +1,4 @@
-"""LinearPlan: a call of the native library, set up once for all calls whose tensors have the same strides."""
+"""CpuLinearCall: a call of the native library, set up once for all calls whose tensors have the same strides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastattention.threads import get_num_threads
 LinearParams = STRUCTS["FaLinearParams"]
 
 
-class LinearPlan:
+class CpuLinearCall:
     """Linear attention of tensors with the strides of `inputs`. Any number of threads may call it at a time."""
 
     def __init__(self, problem: LinearProblem, inputs: LinearInputs) -> None:

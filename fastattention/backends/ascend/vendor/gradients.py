@@ -52,13 +52,13 @@ def dense_call(problem: Problem, inputs: Inputs, results: Results) -> Call:
 
 def backward_varlen(problem: Problem, inputs: Inputs, results: Results) -> dict[str, Tensor]:
     """Likewise. Reads the lengths on the host, where the operator takes them."""
-    plan = prefill.VarlenPlan.of_call(problem, inputs)
-    if not plan.spans_q:
+    sequences = prefill.VarlenSequences.of_call(problem, inputs)
+    if not sequences.spans_q:
         return _wanted(problem, _zeros(inputs))
-    given, kept_q, kept_k = prefill.take(plan, inputs)
+    given, kept_q, kept_k = prefill.take(sequences, inputs)
     if kept_q is not None:
         results = Results(results.out[kept_q], results.lse[:, kept_q], results.grad_out[kept_q])
-    found = _gradients(varlen_call(problem, given, plan, results))
+    found = _gradients(varlen_call(problem, given, sequences, results))
     for name, kept in (("q", kept_q), ("k", kept_k), ("v", kept_k)):
         if kept is not None:
             whole = _zero_like(getattr(inputs, name))
@@ -67,9 +67,9 @@ def backward_varlen(problem: Problem, inputs: Inputs, results: Results) -> dict[
     return _wanted(problem, found)
 
 
-def varlen_call(problem: Problem, inputs: Inputs, plan: prefill.VarlenPlan, results: Results) -> Call:
-    """The call for sequences of which every query has keys; inputs and results hold the plan's tokens only."""
-    return _gradient_call(prefill.varlen_call(problem, inputs, plan), results, results.lse.T)
+def varlen_call(problem: Problem, inputs: Inputs, sequences: prefill.VarlenSequences, results: Results) -> Call:
+    """The call for sequences of which every query has keys; inputs and results hold the tokens of `sequences` only."""
+    return _gradient_call(prefill.varlen_call(problem, inputs, sequences), results, results.lse.T)
 
 
 def _gradient_call(forward: Call, results: Results, lse: Tensor) -> Call:

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch_tensor_parallel import Project, async_tensor_parallel, two_shot
 
-from fastattention import config
+from fastattention import environment
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
@@ -352,7 +352,7 @@ def measure(device: torch.device, options: Options) -> None:
         "machine": describe_machine(),
         "world_size": dist.get_world_size(),
         "nccl": torch.cuda.nccl.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-        "nccl_p2p_disable": config.peer_to_peer_disabled(),
+        "nccl_p2p_disable": environment.peer_to_peer_disabled(),
         "heads_of": options.heads_of or dist.get_world_size(),
         "rounds": options.rounds,
     }

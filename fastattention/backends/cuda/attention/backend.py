@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fastattention import config
+from fastattention import environment
 from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
 from fastattention.backends.common.gradients import why_not_backward
@@ -189,7 +189,7 @@ class CudaBackend(AttentionBackend):
         return module.device_limits(device.index_of(problem.device))
 
     def _arch(self, limits: Limits) -> int:
-        return self._forced_arch or config.cuda_arch() or limits.arch
+        return self._forced_arch or environment.cuda_arch() or limits.arch
 
     def _scratch(self, problem: Problem) -> Callable[[int, int], Scratch]:
         """Gives so many counters and floats of the current stream."""

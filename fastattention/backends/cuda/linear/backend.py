@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastattention import config
+from fastattention import environment
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.cuda.linear.chunk_call import ChunkedCall
@@ -53,7 +53,7 @@ class CudaLinearBackend(LinearBackend):
             return self._launcher(launch, problem)
 
         if problem.chunked:
-            return ChunkedCall(problem, config.cuda_arch() or limits.arch, limits, launcher)
+            return ChunkedCall(problem, environment.cuda_arch() or limits.arch, limits, launcher)
         return StepCall(problem, inputs, limits, launcher)
 
     # What the emulator of the tests does its own way.

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fastattention import __version__
-from fastattention.cli.choices import Attention, CacheFormat, CheckedDevice, KernelDtype, ModelDtype
+from fastattention.cli.choices import AttnImplementation, CacheFormat, CheckedDevice, KernelDtype, ModelDtype
 from fastattention.cli.console import errors_as_messages
 from fastattention.threads import MOST_THREADS
 
@@ -115,7 +115,9 @@ def bench(
 def generate(
     model: Annotated[Path, typer.Option(help="A Transformers model folder. Nothing is downloaded.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    attn: Annotated[Attention, typer.Option(help="Attention implementation.")] = Attention.FAST_ATTENTION,
+    attn: Annotated[
+        AttnImplementation, typer.Option(help="Attention implementation.")
+    ] = AttnImplementation.FAST_ATTENTION,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=LONGEST, help="Most tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
     dtype: Annotated[

@@ -27,14 +27,14 @@ class NotTiledWarning(UserWarning):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class ProjectionTiling:
     """How a projection computes deferred attention."""
 
     group: dist.ProcessGroup
     plan: str | PlanOf  # "auto", or rows of each block as a function of all rows
     transport: str  # a name that attention_linear_allreduce knows, or npu.NAME
 
-    def __deepcopy__(self, memo: object) -> Tiling:
+    def __deepcopy__(self, memo: object) -> ProjectionTiling:
         return self  # copies of a model share its groups
 
     def may_divide(self, num_rows: int, linear: nn.Linear) -> bool:
@@ -89,7 +89,7 @@ def check_options(plan: object, transport: str) -> None:
 class TiledForward:
     """forward of a projection: in row blocks of deferred attention, what it was of tensors. Copied with its layer."""
 
-    def __init__(self, linear: nn.Linear, tiling: Tiling) -> None:
+    def __init__(self, linear: nn.Linear, tiling: ProjectionTiling) -> None:
         self.linear, self.tiling, self.of_tensors = linear, tiling, linear.forward
 
     def __call__(self, x: DeferredAttention | Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class TilingAllReduce(RowwiseParallel):
             raise UnsupportedError(
                 f"TilingAllReduce is for the output projection of attention, an nn.Linear, got {type(module).__name__}"
             )
-        tiling = Tiling(device_mesh.get_group(), self._plan, self._transport)
+        tiling = ProjectionTiling(device_mesh.get_group(), self._plan, self._transport)
         module.forward = TiledForward(module, tiling)  # type: ignore[method-assign, assignment]
         super()._apply(module, device_mesh)
         return module

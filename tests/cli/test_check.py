@@ -29,7 +29,7 @@ from fastattention.cli.check import command, facts, judge, run, speeds
 from fastattention.cli.check.calls import build_call
 from fastattention.cli.check.cases import CASES, Case, cases_of
 from fastattention.cli.check.privacy import Anonymiser
-from fastattention.cli.check.report import Report
+from fastattention.cli.check.report import CheckReport
 from fastattention.errors import UnsupportedError
 
 from .conftest import Finished
@@ -320,7 +320,7 @@ def _speed_of_an_npu(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     monkeypatch.setattr(gpu, "interleaved_on_device", lambda calls, rounds, device: dict.fromkeys(calls, 1.0))
     monkeypatch.setattr(speeds, "SHAPES", ((64, True, 16),))
     monkeypatch.setattr(speeds, "TOKENS", 32)
-    report = Report(path, {})
+    report = CheckReport(path, {})
     speeds.run(report, "npu")
     (entry,) = report.entries
     return entry

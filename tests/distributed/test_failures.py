@@ -30,7 +30,7 @@ ONE = Sum(DenseCase(name="broken", batch_size=2, seqlen_q=12, seqlen_k=12), (4, 
 TIMEOUT = 2.0
 
 
-class Report(NamedTuple):
+class WatchedCall(NamedTuple):
     """What a rank saw of a call that failed."""
 
     error: str | None
@@ -38,7 +38,7 @@ class Report(NamedTuple):
     waited: int
 
 
-def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> Report:
+def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> WatchedCall:
     """The call; the victim comes to harm when it computes its second block."""
     real_compute, all_reduce = AttentionLinear.compute, C10d._all_reduce
     begun, waited = [], []
@@ -64,7 +64,7 @@ def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 
             run_part(one)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-    return Report(text, len(begun), len(waited))
+    return WatchedCall(text, len(begun), len(waited))
 
 
 def die() -> None:

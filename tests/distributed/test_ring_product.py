@@ -199,11 +199,11 @@ def test_every_flag_has_one_that_raises_it_and_one_that_waits_for_it(size: int) 
     barrier = mock.Mock(side_effect=lambda mine, theirs: (waits(mine), writes(theirs, 1)))
     with mock.patch.multiple(ring_steps, FlagWrites=writes, FlagWaits=waits, StreamBarrier=barrier):
         for rank in range(size):
-            ring_steps.Flags(memory, rank, size)
+            ring_steps.RingFlags(memory, rank, size)
     numbers = {address: address & 0xFFFFFFFF for address in awaited}
     assert set(raised.values()) == set(awaited.values()) == {1}
     assert raised.keys() <= awaited.keys()
-    assert max(numbers.values()) < ring_steps.Flags.needed(size)
+    assert max(numbers.values()) < ring_steps.RingFlags.needed(size)
     complete, barriers = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # numbers of the first
     own = {complete + block * size + rank for block, rank in itertools.product(range(MOST_BLOCKS), range(size))}
     assert {numbers[address] for address in awaited.keys() - raised.keys()} <= own  # nobody tells itself

@@ -17,7 +17,7 @@ from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.vendor.masks import SparseMode, rows_without_keys, sparse_mask
-from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, check
+from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, OperatorCall, check
 from fastattention.backends.ascend.vendor.prefill import VarlenSequences
 
 DENSE = Problem(
@@ -201,10 +201,10 @@ def test_varlen_sequences_hold_the_queries_with_keys_and_no_others(lengths: list
     assert sequences.ends_k == list(itertools.accumulate(each[1] for each in wanted_lengths))
 
 
-def call(operator: str, **changed: Any) -> Call:
+def call(operator: str, **changed: Any) -> OperatorCall:
     k = torch.zeros(1, 3, 2, 16)
     heads = {"head_num": 4} if operator == TRAINING else {"num_heads": 4, "num_key_value_heads": 2}
-    return Call(operator, {"query": torch.zeros(1, 3, 4, 16), "key": k, "value": k, **heads} | changed)
+    return OperatorCall(operator, {"query": torch.zeros(1, 3, 4, 16), "key": k, "value": k, **heads} | changed)
 
 
 @pytest.mark.parametrize("operator", [TRAINING, INFERENCE])

@@ -22,7 +22,7 @@ BAD = ("wrong", "failed")
 STATES = ("right", "refused", *BAD)  # of a call; a speed is "measured", what was left out "skipped"
 
 
-class Report:
+class CheckReport:
     """Facts about a machine, and one entry for each thing that was tried on it: the last may be "running"."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.cli.check.calls import Call, build_call
 from fastattention.cli.check.cases import Case
 from fastattention.cli.check.judge import SEED, results_of, wanted_of
-from fastattention.cli.check.report import Entry, Note, Report
+from fastattention.cli.check.report import CheckReport, Entry, Note
 from fastattention.cli.console import first_line
 from fastattention.engine.operator import forget_plans
 from fastattention.engine.registry import Verdict
@@ -50,7 +50,7 @@ def runs_of(cases: Sequence[Case], implementations: Sequence[Implementation]) ->
     return [(case, one) for one in implementations for case in cases if case.control or not one.control]
 
 
-def run(report: Report, case: Case, implementation: Implementation, device: str) -> bool:
+def run(report: CheckReport, case: Case, implementation: Implementation, device: str) -> bool:
     """Adds an entry for a call. False where the device does not answer any more, as after an illegal access."""
     given = build_call(case)
     known = {

@@ -15,7 +15,7 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.distributed.object_collectives import gather, timeout_of
 from fastattention.distributed.transports.all_reduce import (
     AllReduceConfig,
-    Flags,
+    FlagLayout,
     choose_config,
     ctas_for,
     make_params,
@@ -80,7 +80,7 @@ class PeerKernel(PeerToPeer):
         return made
 
     def _take(self, nbytes: int) -> PeerMemory:
-        return PeerMemory(nbytes, Flags.COUNT, self._device, self._group_name)
+        return PeerMemory(nbytes, FlagLayout.COUNT, self._device, self._group_name)
 
     def release(self) -> None:
         """Gives back what peers read, and knows its addresses no more."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattention.distributed.transports.ring_order import MOST_BLOCKS, Share, shares_of, steps
 from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime.peer_memory import PeerMemory
-from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, Operation, StreamBarrier, copy_operation
+from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, StreamBarrier, StreamOperation, copy_operation
 
 MOST_KEPT = 64  # kinds of calls
 
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     stream: int  # of the compute, the current one
 
 
-class Copy(NamedTuple):
+class RowCopy(NamedTuple):
     """Of rows that a rank has computed."""
 
     begin: int  # bytes from the first row of the call
@@ -42,16 +42,16 @@ class Copy(NamedTuple):
 class PassOn(NamedTuple):
     """A sum goes on to the next rank, and that of the rank before comes here."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[StreamOperation, ...]
     here: torch.cuda.Event  # to be recorded behind them
 
 
 class Gather(NamedTuple):
     """A sum is complete."""
 
-    complete: tuple[Operation]
-    of_others: tuple[tuple[tuple[Operation], Copy], ...]  # to the result: what is waited for, and the copy
-    own: Copy
+    complete: tuple[StreamOperation]
+    of_others: tuple[tuple[tuple[StreamOperation], RowCopy], ...]  # to the result: what is waited for, and the copy
+    own: RowCopy
 
 
 class Step(NamedTuple):
@@ -76,7 +76,7 @@ class RingSteps:
         gathering: torch.cuda.Stream,
     ) -> None:
         """here: in turns, by step, of sums that have come on the stream `fetching`; gathering: of complete ones."""
-        self.flags = Flags(memory, rank, size)
+        self.flags = RingFlags(memory, rank, size)
         self._memory = memory
         self._rank, self._size, self._here = rank, size, here
         self._fetching, self._gathering = fetching.cuda_stream, gathering.cuda_stream
@@ -124,13 +124,13 @@ class RingSteps:
             self._copy(kind, shares[self._rank], self._rank),
         )
 
-    def _copy(self, kind: Kind, share: Share, rank: int) -> Copy:
+    def _copy(self, kind: Kind, share: Share, rank: int) -> RowCopy:
         row_bytes = kind.shape[1] * kind.dtype.itemsize
         begin, end = share.start * row_bytes, share.stop * row_bytes
-        return Copy(begin, self._memory.addresses[rank] + begin, end - begin)
+        return RowCopy(begin, self._memory.addresses[rank] + begin, end - begin)
 
 
-class Flags:
+class RingFlags:
     """By which ranks tell each other: of every block and step "passed on", of every block and owner "complete"."""
 
     def __init__(self, memory: PeerMemory, rank: int, size: int) -> None:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fastattention.attention.interface import fast_attn_func
 from fastattention.distributed.deferred import DeferredAttention, deferred_attn, deferred_attn_with_kvcache
-from fastattention.distributed.style import PlanOf, TiledForward, Tiling, check_options
+from fastattention.distributed.style import PlanOf, ProjectionTiling, TiledForward, check_options
 from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
@@ -49,7 +49,7 @@ def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", trans
     """
     check_options(plan, transport)
     found = [(name, linear) for name, linear in _projections(model) if not isinstance(linear.forward, TiledForward)]
-    tiled = [(linear, Tiling(_group(name, linear), plan, transport)) for name, linear in found]
+    tiled = [(linear, ProjectionTiling(_group(name, linear), plan, transport)) for name, linear in found]
     model.set_attn_implementation(NAME)
     for linear, tiling in tiled:
         linear.forward = _Forward(linear, tiling)  # type: ignore[method-assign, assignment]

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.ascend.vendor.limits import MAX_TOKENS
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
-from fastattention.backends.ascend.vendor.operators import TRAINING, Call, check_size, mask_arguments, run
+from fastattention.backends.ascend.vendor.operators import TRAINING, OperatorCall, check_size, mask_arguments, run
 from fastattention.backends.common.results import keyless
 from fastattention.host_numbers import read_numbers
 
@@ -34,11 +34,11 @@ def forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
     return AttentionOutput(out, row_max[..., 0] + row_sum[..., 0].log() if problem.return_lse else None)
 
 
-def dense_call(problem: Problem, inputs: Inputs) -> Call:
+def dense_call(problem: Problem, inputs: Inputs) -> OperatorCall:
     """The call for sequences of which every query has keys."""
     mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
     arguments = _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS)
-    return Call(TRAINING, arguments | {"input_layout": "BSND"})
+    return OperatorCall(TRAINING, arguments | {"input_layout": "BSND"})
 
 
 def last_queries(problem: Problem, seqlen_q: int) -> Problem:
@@ -98,7 +98,7 @@ def forward_varlen(problem: Problem, inputs: Inputs) -> AttentionOutput:
     return output
 
 
-def varlen_call(problem: Problem, inputs: Inputs, sequences: VarlenSequences) -> Call:
+def varlen_call(problem: Problem, inputs: Inputs, sequences: VarlenSequences) -> OperatorCall:
     """The call for sequences of which every query has keys; inputs hold the tokens of `sequences` only."""
     mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
     varlen = {
@@ -108,7 +108,7 @@ def varlen_call(problem: Problem, inputs: Inputs, sequences: VarlenSequences) ->
         # Otherwise the maxima of a sequence lie heads first, in a tensor that has the shape of tokens first.
         "softmax_layout": "TND",
     }
-    return Call(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | varlen)
+    return OperatorCall(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | varlen)
 
 
 def take(sequences: VarlenSequences, inputs: Inputs) -> tuple[Inputs, Tensor | None, Tensor | None]:

@@ -183,7 +183,7 @@ class Contest:
     def __init__(self, share: Share, graphs: bool) -> None:
         self.share = share
         self.refused: dict[str, str] = {}
-        self.plans: dict[str, Agreed] = {}
+        self.agreed: dict[str, Agreed] = {}
         share.serial()
         self._expected = share.out.clone()
         eager: dict[str, Work] = {SERIAL: share.serial}
@@ -198,7 +198,7 @@ class Contest:
             except UnsupportedError as error:
                 self.refused[name] = str(error)
                 continue
-            self.plans[name] = agreed_on(share, transport, backend)
+            self.agreed[name] = agreed_on(share, transport, backend)
             eager[name] = partial(share.ours, transport, backend)
         self.kinds = {"eager": {**eager, **share.parts()}}
         if graphs:
@@ -217,7 +217,7 @@ class Contest:
         Raises AssertionError where that is too much, or the ranks have different bits.
         """
         return {
-            kind: {name: self._difference(name, works[name]) for name in self.plans if name in works}
+            kind: {name: self._difference(name, works[name]) for name in self.agreed if name in works}
             for kind, works in self.kinds.items()
         }
 
@@ -298,7 +298,7 @@ def medians(contest: Contest, rounds: int, device: torch.device) -> dict[str, di
 def derived(contest: Contest, seconds: dict[str, float]) -> dict[str, Any]:
     """Of one kind: the least that any division could take, and how far each of ours comes."""
     serial, compute, transfer = (seconds[name] for name in (SERIAL, COMPUTE, ALL_REDUCE))
-    ours = {name: seconds[name] for name in contest.plans if name in seconds}
+    ours = {name: seconds[name] for name in contest.agreed if name in seconds}
     return {
         "bound": max(compute, transfer),
         "speedup": {name: serial / seconds[name] for name in (*OTHERS, *ours) if name in seconds},
@@ -317,7 +317,7 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
         "derived": {kind: derived(contest, each) for kind, each in seconds.items()},
         "plans": {
             name: {"eager": _as_record(agreed.eager), "graph": _as_record(agreed.graph)}
-            for name, agreed in contest.plans.items()
+            for name, agreed in contest.agreed.items()
         },
         "refused": contest.refused,
         "difference": differences,
@@ -329,7 +329,7 @@ def traced(case: Case, options: Options, device: torch.device) -> dict[str, Any]
     contest = Contest(Share(case, device, options), options.graphs)
     found: dict[str, Any] = {}
     for kind, works in contest.kinds.items():
-        overlaps = {name: trace(works[name]) for name in (SERIAL, *contest.plans) if name in works}
+        overlaps = {name: trace(works[name]) for name in (SERIAL, *contest.agreed) if name in works}
         alone = overlaps[SERIAL].compute
         found[kind] = {
             name: {**one._asdict(), "hidden": one.hidden, "inflation": one.inflation(alone)}

@@ -47,7 +47,9 @@ def main() -> None:
     # Blocks of rows by hand, so that this small example has some: by default they are autotuned.
     styles = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel()}
     layer = parallelize_module(
-        copy.deepcopy(whole), mesh, {**styles, "o": TilingAllReduce(plan=lambda rows: [rows // 2, rows - rows // 2])}
+        copy.deepcopy(whole),
+        mesh,
+        {**styles, "o": TilingAllReduce(partition=lambda rows: [rows // 2, rows - rows // 2])},
     )
     with torch.inference_mode():
         torch.testing.assert_close(layer(x), whole(x), rtol=1e-4, atol=1e-5)

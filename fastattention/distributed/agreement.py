@@ -91,8 +91,8 @@ class Agreement:
             check_serves(group, device)
             if _is_capturing(device):
                 raise ArgumentError(
-                    "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a plan "
-                    "first. Make the same call once before the capture"
+                    "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a "
+                    "transport and a partition first. Make the same call once before the capture"
                 )
             _check_same(key, group)
             num_trials = len(self._winners)

@@ -40,7 +40,7 @@ class DeferredAttention:
         """Of `attend`, which returns (batch_size, seqlen_q, nheads, headdim_v).
 
         - `shape`: what it stands for, that or (batch_size, seqlen_q, nheads * headdim_v)
-        - `tiled`: the call with its projection, of (weight, bias, group=, plan=, transport=); or why there is none
+        - `tiled`: the call with its projection, of (weight, bias, group=, partition=, transport=); or why there is none
         - `tensors`: arguments that gradients may be wanted of, all in the dtype of out
         """
         self._attend, self.shape, self._tiled, self._tensors = attend, shape, tiled, tensors
@@ -95,7 +95,7 @@ class DeferredAttention:
 
         - `weight`: (hidden, nheads * headdim_v), this rank's columns
         - `bias`: (hidden,), added once
-        - `how`: group, plan and transport of attention_linear_allreduce
+        - `how`: group, partition and transport of attention_linear_allreduce
         """
         assert not isinstance(self._tiled, str)
         return self._tiled(weight, bias, **how)

@@ -30,7 +30,7 @@ class Sum:
     """A case of attention that every rank has with numbers of its own, and the blocks of its rows."""
 
     case: DenseCase | KvCacheCase
-    plan: tuple[int, ...] | str
+    partition: tuple[int, ...] | str
     dtype: torch.dtype = torch.float32
     bias: bool = False
     hidden: int = HIDDEN
@@ -57,7 +57,7 @@ def arguments_of(one: Sum, device: str = "cpu") -> tuple[Callable[..., Tensor], 
     call, w_o = one.part(dist.get_rank())
     bias = one.bias_tensor()
     arguments = dict(call.arguments if device == "cpu" else moved(call, device).arguments)
-    arguments |= {"w_o": w_o.to(device), "bias": None if bias is None else bias.to(device), "plan": one.plan}
+    arguments |= {"w_o": w_o.to(device), "bias": None if bias is None else bias.to(device), "partition": one.partition}
     if isinstance(one.case, DenseCase):
         return attention_linear_allreduce, arguments
     del arguments["rotary_interleaved"], arguments["num_splits"]
@@ -72,7 +72,7 @@ def run_part(one: Sum, device: str = "cpu", **changes: Any) -> Tensor:
 
 @torch.no_grad()
 def run_repeated(one: Sum, device: str = "cpu", **changes: Any) -> list[Tensor]:
-    """The call of a plan that is agreed on, and one like it with twice the numbers, which is known by its looks."""
+    """A call on which the ranks agree, and one like it with twice the numbers, which is known by its looks."""
     function, arguments = arguments_of(one, device)
     assert function is attention_linear_allreduce
     doubled = {name: value * 2.0 for name, value in arguments.items() if name in ("w_o", "bias") and value is not None}

@@ -62,14 +62,18 @@ WRONG = refusals(
     Refusal("out-shape", {"out": torch.zeros(2, 6, HIDDEN + 1)}, ("out", "(2, 6, 10)", "(2, 6, 11)")),
     Refusal("out-dtype", {"out": torch.zeros(2, 6, HIDDEN, dtype=torch.float64)}, ("out", "float64", "float32")),
     Refusal("out-strided", {"out": torch.zeros(2, HIDDEN, 6).mT}, ("out", "contiguous", "(60, 1, 6)")),
-    Refusal("plan-name", {"plan": "fast"}, ("plan='fast'", '"auto"')),
-    Refusal("plan-number", {"plan": 12}, ("plan=12", '"auto"', "sequence")),
-    Refusal("plan-sum", {"plan": [6, 5]}, ("plan=[6, 5]", "batch_size * seqlen_q = 12", "11")),
-    Refusal("plan-not-positive", {"plan": [12, 0]}, ("plan=[12, 0]", "positive")),
-    Refusal("plan-negative", {"plan": [13, -1]}, ("plan=[13, -1]", "positive")),
-    Refusal("plan-empty", {"plan": []}, ("plan=[]", "12")),
-    Refusal("plan-not-integers", {"plan": [6.0, 6.0]}, ("plan", "integers", "6.0")),
-    Refusal("plan-within-alibi", {"plan": [6, 3, 3], "alibi_slopes": torch.ones(4)}, ("plan", "row 9", "seqlen_q=6")),
+    Refusal("partition-name", {"partition": "fast"}, ("partition='fast'", '"auto"')),
+    Refusal("partition-number", {"partition": 12}, ("partition=12", '"auto"', "sequence")),
+    Refusal("partition-sum", {"partition": [6, 5]}, ("partition=[6, 5]", "batch_size * seqlen_q = 12", "11")),
+    Refusal("partition-not-positive", {"partition": [12, 0]}, ("partition=[12, 0]", "positive")),
+    Refusal("partition-negative", {"partition": [13, -1]}, ("partition=[13, -1]", "positive")),
+    Refusal("partition-empty", {"partition": []}, ("partition=[]", "12")),
+    Refusal("partition-not-integers", {"partition": [6.0, 6.0]}, ("partition", "integers", "6.0")),
+    Refusal(
+        "partition-within-alibi",
+        {"partition": [6, 3, 3], "alibi_slopes": torch.ones(4)},
+        ("partition", "row 9", "seqlen_q=6"),
+    ),
     Refusal("transport", {"transport": "pigeon"}, ("transport='pigeon'", "'auto'", "'c10d', 'ring_product', 'pe")),
     Refusal("transport-no-name", {"transport": ["c10d"]}, ("transport=['c10d']", "'auto'")),
     Refusal("backend", {"backend": "abacus"}, ("backend='abacus'", "'auto'")),
@@ -159,9 +163,9 @@ def test_fake_tensors_of_a_gpu_are_refused_where_there_is_none(not_alone: None) 
         attention_linear_allreduce(**fakes)
 
 
-@pytest.mark.parametrize("plan", ["auto", [5, 7]], ids=["auto", "given"])
-def test_a_single_rank_computes_alone(alone: None, plan: Any) -> None:
-    one = Sum(DenseCase(name="alone", batch_size=2, seqlen_q=6, seqlen_k=9, causal=True), plan, bias=True)
+@pytest.mark.parametrize("partition", ["auto", [5, 7]], ids=["auto", "given"])
+def test_a_single_rank_computes_alone(alone: None, partition: Any) -> None:
+    one = Sum(DenseCase(name="alone", batch_size=2, seqlen_q=6, seqlen_k=9, causal=True), partition, bias=True)
     check(one, [run_part(one)])
 
 
@@ -177,6 +181,6 @@ def test_parameters_are_welcome_where_no_gradient_is_recorded(alone: None) -> No
 def test_no_rows_need_no_sum(not_alone: None, batch_size: int, seqlen_q: int) -> None:
     arguments = dense(bias=torch.ones(HIDDEN))
     empty = {name: arguments[name][:batch_size] for name in ("k", "v")} | {"q": arguments["q"][:batch_size, :seqlen_q]}
-    for plan in ("auto", []):
-        out = attention_linear_allreduce(**arguments | empty, plan=plan)
+    for partition in ("auto", []):
+        out = attention_linear_allreduce(**arguments | empty, partition=partition)
         assert out.shape == (batch_size, seqlen_q, HIDDEN)

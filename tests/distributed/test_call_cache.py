@@ -199,7 +199,7 @@ def test_a_known_call_to_a_gpu_that_is_not_current_is_checked(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"plan": [12]},
+        {"partition": [12]},
         {"alibi_slopes": torch.ones(4), "causal": True},
         {"attn_bias": torch.zeros(7)},
         {"sinks": torch.zeros(4)},
@@ -222,8 +222,8 @@ def test_a_rank_that_is_alone_has_agreed_on_nothing(known: Agreement) -> None:
 def test_what_ranks_no_longer_agree_on_is_forgotten(known: Agreement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MOST_KEPT", 2)
     agreed, kept = [], []
-    for seqlen_q, plan in ((1, "auto"), (2, [4]), (3, "auto"), (4, [8]), (3, "auto")):
-        attention_linear_allreduce(**dense(q=torch.randn(2, seqlen_q, 4, 8), plan=plan))
+    for seqlen_q, partition in ((1, "auto"), (2, [4]), (3, "auto"), (4, [8]), (3, "auto")):
+        attention_linear_allreduce(**dense(q=torch.randn(2, seqlen_q, 4, 8), partition=partition))
         agreed.append([key.problem.seqlen_q for key in known.agreed])
         kept.append([call.key.problem.seqlen_q for call in known.calls.values()])
     assert agreed == [[1], [1, 2], [2, 3], [3, 4], [3, 4]]

@@ -32,7 +32,7 @@ def test_plans_of_several_blocks_are_refused() -> None:
     def task(transport: PeerKernel, rank: int, stream: Stream) -> list[str | None]:
         return [transport.why_not(Transfer(12, 24, HALF, torch.device("cpu"), count)) for count in (1, 2)]
 
-    assert Host(2, PeerKernel).run(task) == [[None, "it sums a call as a whole, and plan has 2 blocks"]] * 2
+    assert Host(2, PeerKernel).run(task) == [[None, "it sums a call as a whole, and the partition has 2 blocks"]] * 2
 
 
 def test_the_kernel_is_launched_once_behind_the_compute_on_its_stream() -> None:

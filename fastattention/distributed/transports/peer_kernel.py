@@ -55,7 +55,7 @@ class PeerKernel(PeerToPeer):
     def why_not(self, transfer: Transfer) -> str | None:
         """Of the group, of the dtype, or for several blocks."""
         if self._reason is None and transfer.num_blocks > 1:
-            return f"it sums a call as a whole, and plan has {transfer.num_blocks} blocks"
+            return f"it sums a call as a whole, and the partition has {transfer.num_blocks} blocks"
         return super().why_not(transfer)
 
     def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:

@@ -4,8 +4,8 @@
 
 It starts one process for each GPU. Plain torch, nothing of ours, is "serial": attention, product and NCCL's all-reduce,
 and two more (torch_tensor_parallel.py): "two-shot" sums by symmetric memory, "async" fuses product and reduce-scatter.
-"default" is attention_linear_allreduce as users call it. The others have torch's attention too, so that what differs is
-the blocks and who sums: "auto" chooses, and each transport alone. All take turns, called one by one ("eager") and
+"default" is attention_out_proj_allreduce as users call it. The others have torch's attention too, so that what differs
+is the blocks and who sums: "auto" chooses, and each transport alone. All take turns, called one by one ("eager") and
 replayed from CUDA graphs ("graph"). Results are compared with those of serial.
 """
 
@@ -36,7 +36,7 @@ from fastattention import environment
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
-from fastattention.distributed import attention_linear_allreduce
+from fastattention.distributed import attention_out_proj_allreduce
 from fastattention.distributed.agreement import Agreed, agreement_of
 from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import worth_dividing
@@ -150,7 +150,7 @@ class Share:
 
     def ours(self, transport: str, backend: str) -> None:
         """In the way that is agreed on."""
-        attention_linear_allreduce(
+        attention_out_proj_allreduce(
             self.q, self.k, self.v, self.w_o, causal=True, backend=backend, transport=transport, out=self.out
         )
 

@@ -70,7 +70,7 @@ def as_measured(prompt: Prompt, compute: float, product: float) -> Machine:
     return replace(
         machine,
         attention_rate=prompt.attention_flop(0, prompt.rows) / (compute - product - half),
-        linear_rate=prompt.linear_flop(prompt.rows) / (product - half),
+        projection_rate=prompt.projection_flop(prompt.rows) / (product - half),
     )
 
 

@@ -23,7 +23,7 @@ from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.distributed import transports
 from fastattention.distributed.autotune import Trial
 from fastattention.distributed.object_collectives import check_serves, from_rank_0, gather
-from fastattention.distributed.row_blocks import Attend, AttentionLinear, Strategy, may_cut_sequences
+from fastattention.distributed.row_blocks import Attend, AttentionOutProj, Strategy, may_cut_sequences
 from fastattention.distributed.row_partitions import Partition, partitions, worth_dividing
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.engine.signature import CallSignature
@@ -79,7 +79,7 @@ class Agreement:
         # Winners, eagerly and in a graph, by what calls have in common and the transports that were tried.
         self._winners: dict[tuple[Hashable, tuple[str, ...]], tuple[Place, Place]] = {}
 
-    def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Strategy:
+    def of(self, key: Key, call: AttentionOutProj, group: ProcessGroup) -> Strategy:
         """How to make a call. Collective the first time, one look-up from then on.
 
         Raises ArgumentError where the group has no backend for the device, and on all ranks where their calls differ;
@@ -123,7 +123,7 @@ class Agreement:
             if id(transport) not in used:
                 transport.release()
 
-    def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
+    def _agree(self, key: Key, call: AttentionOutProj, group: ProcessGroup) -> Agreed:
         """The fastest strategies. Of calls that are alike one is tried: the others are made in the same way."""
         problem, rows = key.problem, key.rows or (key.problem.total_q,)
         transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, len(rows))
@@ -204,7 +204,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _kind_of(call: AttentionLinear) -> Hashable:
+def _kind_of(call: AttentionOutProj) -> Hashable:
     """What calls have in common that are alike, to a factor of two in each length. Reads the lengths of a cache."""
     problem, lengths = call.problem, call.inputs.cache_seqlens
     seqlen_k = problem.seqlen_k

@@ -32,7 +32,7 @@ class ProjectionTiling:
 
     group: dist.ProcessGroup
     partition: str | PartitionOf  # "auto", or rows of each block as a function of all rows
-    transport: str  # a name that attention_linear_allreduce knows, or npu.NAME
+    transport: str  # a name that attention_out_proj_allreduce knows, or npu.NAME
 
     def __deepcopy__(self, memo: object) -> ProjectionTiling:
         return self  # copies of a model share its groups
@@ -113,7 +113,7 @@ class TilingAllReduce(RowwiseParallel):
 
     - `partition`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows
         of each block
-    - `transport`: how blocks are summed, as in `attention_linear_allreduce`. Or "npu_mm_all_reduce_base": no blocks,
+    - `transport`: how blocks are summed, as in `attention_out_proj_allreduce`. Or "npu_mm_all_reduce_base": no blocks,
         but GEMM and sum as one operator of Ascend NPUs (not run: there was no NPU)
 
     While the rows of one block are summed over the ranks, attention and GEMM of the next are computed. Given a tensor,

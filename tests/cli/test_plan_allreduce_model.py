@@ -18,9 +18,9 @@ from fastattention.cli.plan.allreduce_model import (
     Timeline,
     attention_seconds,
     choose,
-    linear_seconds,
     one_after_the_other,
     predict,
+    projection_seconds,
 )
 from fastattention.cli.plan.machines import MACHINES, AllReduce, Machine, Ring, find_machine
 from fastattention.distributed.row_partitions import OVERLAPPED, Partition
@@ -45,7 +45,7 @@ def c10d(share: float, slowdown: float = 0.0, name: str = "c10d") -> AllReduce:
 def machine(*transports: AllReduce | Ring) -> Machine:
     """LONG takes it a second, most of it attention, and blocks cost nothing."""
     return Machine(
-        "made up", LONG.attention_flop(0, LONG.rows) / 0.6, LONG.linear_flop(LONG.rows) / 0.4, 0.0, transports, 4
+        "made up", LONG.attention_flop(0, LONG.rows) / 0.6, LONG.projection_flop(LONG.rows) / 0.4, 0.0, transports, 4
     )
 
 
@@ -61,7 +61,7 @@ def test_attention_counts_visible_pairs(rows: tuple[int, int], pairs: int) -> No
 
 
 def test_rows_and_gemm_are_those_of_all_sequences() -> None:
-    assert (TINY.rows, TINY.row_bytes, TINY.linear_flop(3)) == (8, 14, 2 * 3 * (3 * 2) * 7)
+    assert (TINY.rows, TINY.row_bytes, TINY.projection_flop(3)) == (8, 14, 2 * 3 * (3 * 2) * 7)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_attention_runs_with_the_block_that_needs_it_first(partition: Partition,
 
 
 def test_a_gemm_costs_half_a_block() -> None:
-    assert linear_seconds(TINY, UNIT, 3) == pytest.approx(3 + 0.1)
+    assert projection_seconds(TINY, UNIT, 3) == pytest.approx(3 + 0.1)
 
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=8))

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fastattention.attention.reference import reference_attention
 from fastattention.distributed import (
-    attention_linear,
-    attention_linear_allreduce,
-    attention_linear_allreduce_with_kvcache,
+    attention_out_proj,
+    attention_out_proj_allreduce,
+    attention_out_proj_allreduce_with_kvcache,
 )
 
 HIDDEN = 40
@@ -59,9 +59,9 @@ def arguments_of(one: Sum, device: str = "cpu") -> tuple[Callable[..., Tensor], 
     arguments = dict(call.arguments if device == "cpu" else moved(call, device).arguments)
     arguments |= {"w_o": w_o.to(device), "bias": None if bias is None else bias.to(device), "partition": one.partition}
     if isinstance(one.case, DenseCase):
-        return attention_linear_allreduce, arguments
+        return attention_out_proj_allreduce, arguments
     del arguments["rotary_interleaved"], arguments["num_splits"]
-    return attention_linear_allreduce_with_kvcache, arguments
+    return attention_out_proj_allreduce_with_kvcache, arguments
 
 
 def run_part(one: Sum, device: str = "cpu", **changes: Any) -> Tensor:
@@ -74,10 +74,10 @@ def run_part(one: Sum, device: str = "cpu", **changes: Any) -> Tensor:
 def run_repeated(one: Sum, device: str = "cpu", **changes: Any) -> list[Tensor]:
     """A call on which the ranks agree, and one like it with twice the numbers, which is known by its looks."""
     function, arguments = arguments_of(one, device)
-    assert function is attention_linear_allreduce
+    assert function is attention_out_proj_allreduce
     doubled = {name: value * 2.0 for name, value in arguments.items() if name in ("w_o", "bias") and value is not None}
     outs = [function(**arguments | changes)]
-    with mock.patch.object(attention_linear, "prepare_dense", side_effect=AssertionError("checked again")):
+    with mock.patch.object(attention_out_proj, "prepare_dense", side_effect=AssertionError("checked again")):
         outs.append(function(**arguments | doubled | changes))
     return [out.cpu() for out in outs]
 

@@ -17,8 +17,8 @@ from distributed.sums import Sum, check, run_part
 from fastattention import ArgumentError, UnsupportedError, explain
 from fastattention.distributed import (
     agreement,
-    attention_linear_allreduce,
-    attention_linear_allreduce_with_kvcache,
+    attention_out_proj_allreduce,
+    attention_out_proj_allreduce_with_kvcache,
     object_collectives,
 )
 
@@ -91,22 +91,22 @@ WRONG = refusals(
 @WRONG
 def test_dense_refuses(not_alone: None, refusal: Refusal) -> None:
     out = torch.full((2, 6, HIDDEN), 7.0)
-    assert_refused(lambda: attention_linear_allreduce(**(dense(out=out) | refusal.changes)), refusal)
+    assert_refused(lambda: attention_out_proj_allreduce(**(dense(out=out) | refusal.changes)), refusal)
     assert (out == 7.0).all()
 
 
 @WRONG
 def test_explaining_refuses(not_alone: None, refusal: Refusal) -> None:
-    assert_refused(lambda: explain(**dense(**refusal.changes), function=attention_linear_allreduce), refusal)
+    assert_refused(lambda: explain(**dense(**refusal.changes), function=attention_out_proj_allreduce), refusal)
 
 
 def test_explaining_communicates_nothing(not_alone: None) -> None:
-    assert explain(**dense(), function=attention_linear_allreduce).backend == "cpu"
+    assert explain(**dense(), function=attention_out_proj_allreduce).backend == "cpu"
 
 
 @WRONG
 def test_with_kvcache_refuses(not_alone: None, refusal: Refusal) -> None:
-    assert_refused(lambda: attention_linear_allreduce_with_kvcache(**cached(**refusal.changes)), refusal)
+    assert_refused(lambda: attention_out_proj_allreduce_with_kvcache(**cached(**refusal.changes)), refusal)
 
 
 @refusals(
@@ -120,29 +120,29 @@ def test_with_kvcache_refuses(not_alone: None, refusal: Refusal) -> None:
     ),
 )
 def test_arguments_of_attention_are_refused_as_ever(not_alone: None, refusal: Refusal) -> None:
-    assert_refused(lambda: attention_linear_allreduce(**dense(**refusal.changes)), refusal)
+    assert_refused(lambda: attention_out_proj_allreduce(**dense(**refusal.changes)), refusal)
 
 
 def test_lengths_of_a_cache_are_refused_as_ever(not_alone: None) -> None:
     with pytest.raises(ArgumentError, match=r"cache_seqlens\[1\]=8 is out of range"):
-        attention_linear_allreduce_with_kvcache(**cached(cache_seqlens=torch.tensor([7, 8], dtype=torch.int32)))
+        attention_out_proj_allreduce_with_kvcache(**cached(cache_seqlens=torch.tensor([7, 8], dtype=torch.int32)))
 
 
 def test_a_call_that_no_backend_serves_is_refused_before_it_communicates(not_alone: None) -> None:
     with pytest.raises(UnsupportedError, match="cuda:"):
-        attention_linear_allreduce(**dense(backend="cuda"))
+        attention_out_proj_allreduce(**dense(backend="cuda"))
 
 
 def test_without_torch_distributed_the_error_says_what_to_do() -> None:
     with pytest.raises(ArgumentError, match="is not initialized; call init_process_group first"):
-        attention_linear_allreduce(**dense())
+        attention_out_proj_allreduce(**dense())
 
 
 def test_a_group_that_has_been_destroyed_is_refused(alone: None) -> None:
     group = dist.new_group([0])
     dist.destroy_process_group(group)
     with pytest.raises(ArgumentError, match=r"group has been destroyed; .*, or None after init_process_group"):
-        attention_linear_allreduce(**dense(group=group))
+        attention_out_proj_allreduce(**dense(group=group))
 
 
 def test_a_group_without_a_backend_for_the_device_is_refused_at_once(alone: None) -> None:
@@ -153,14 +153,14 @@ def test_a_group_without_a_backend_for_the_device_is_refused_at_once(alone: None
         mock.patch.object(object_collectives.dist, "all_gather_object", silent),
         pytest.raises(ArgumentError, match="group has no backend for tensors on cpu; its backends are cpu:gloo"),
     ):
-        attention_linear_allreduce(**dense())
+        attention_out_proj_allreduce(**dense())
 
 
 def test_fake_tensors_of_a_gpu_are_refused_where_there_is_none(not_alone: None) -> None:
     with FakeTensorMode():
         fakes = {name: torch.empty(value.shape, device="cuda") for name, value in dense().items()}
     with pytest.raises(ArgumentError, match="q is FakeTensor on cuda:0"):
-        attention_linear_allreduce(**fakes)
+        attention_out_proj_allreduce(**fakes)
 
 
 @pytest.mark.parametrize("partition", ["auto", [5, 7]], ids=["auto", "given"])
@@ -173,7 +173,7 @@ def test_parameters_are_welcome_where_no_gradient_is_recorded(alone: None) -> No
     weight = torch.nn.Parameter(dense()["w_o"])
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            out = attention_linear_allreduce(**dense(w_o=weight))
+            out = attention_out_proj_allreduce(**dense(w_o=weight))
         assert not out.requires_grad
 
 
@@ -182,5 +182,5 @@ def test_no_rows_need_no_sum(not_alone: None, batch_size: int, seqlen_q: int) ->
     arguments = dense(bias=torch.ones(HIDDEN))
     empty = {name: arguments[name][:batch_size] for name in ("k", "v")} | {"q": arguments["q"][:batch_size, :seqlen_q]}
     for partition in ("auto", []):
-        out = attention_linear_allreduce(**arguments | empty, partition=partition)
+        out = attention_out_proj_allreduce(**arguments | empty, partition=partition)
         assert out.shape == (batch_size, seqlen_q, HIDDEN)

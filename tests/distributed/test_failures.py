@@ -21,7 +21,7 @@ from tiers import slow
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention.distributed import agreement
-from fastattention.distributed.row_blocks import AttentionLinear
+from fastattention.distributed.row_blocks import AttentionOutProj
 from fastattention.distributed.transports.c10d import C10d
 
 pytestmark = slow
@@ -40,10 +40,10 @@ class WatchedCall(NamedTuple):
 
 def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> WatchedCall:
     """The call; the victim comes to harm when it computes its second block."""
-    real_compute, all_reduce = AttentionLinear.compute, C10d._all_reduce
+    real_compute, all_reduce = AttentionOutProj.compute, C10d._all_reduce
     begun, waited = [], []
 
-    def compute(self: AttentionLinear, start: int, stop: int, partial: Any) -> None:
+    def compute(self: AttentionOutProj, start: int, stop: int, partial: Any) -> None:
         if harm is not None and start == 4 and dist.get_rank() == victim:
             harm()
         real_compute(self, start, stop, partial)
@@ -59,7 +59,7 @@ def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 
         return SimpleNamespace(wait=wait)
 
     text = None
-    with mock.patch.object(AttentionLinear, "compute", compute), mock.patch.object(C10d, "_all_reduce", begin):
+    with mock.patch.object(AttentionOutProj, "compute", compute), mock.patch.object(C10d, "_all_reduce", begin):
         try:
             run_part(one)
         except Exception as error:

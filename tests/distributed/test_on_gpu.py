@@ -25,7 +25,7 @@ from distributed.team import GPU_PATIENCE, MOST_GPUS, Team, meet, skip_module_wi
 from fastattention import UnsupportedError
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import TilingAllReduce, agreement
-from fastattention.distributed.row_blocks import AttentionLinear
+from fastattention.distributed.row_blocks import AttentionOutProj
 from fastattention.distributed.transports import TRANSPORTS
 
 skip_module_without_two_gpus()
@@ -157,9 +157,9 @@ def run_late(one: Sum, transport: str) -> list[Tensor]:
     """Turns with other values each, in which streams and hosts are late by turns, each rank's in its own way."""
     function, arguments = arguments_of(one, "cuda")
     late = random.Random(dist.get_rank())
-    compute = AttentionLinear.compute
+    compute = AttentionOutProj.compute
 
-    def hesitating(self: AttentionLinear, start: int, stop: int, partial: Tensor) -> None:
+    def hesitating(self: AttentionOutProj, start: int, stop: int, partial: Tensor) -> None:
         if late.random() < 0.5:
             torch.cuda._sleep(late.randrange(CYCLES))
         if late.random() < 0.3:
@@ -167,7 +167,7 @@ def run_late(one: Sum, transport: str) -> list[Tensor]:
         compute(self, start, stop, partial)
 
     outs = []
-    with mock.patch.object(AttentionLinear, "compute", hesitating):
+    with mock.patch.object(AttentionOutProj, "compute", hesitating):
         for turn in range(TURNS):
             scaled = arguments | {"v": arguments["v"] * 2.0 ** (turn % 3)}
             outs.append(function(**scaled, transport=transport))

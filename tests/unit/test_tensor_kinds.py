@@ -215,7 +215,7 @@ def test_stores_serve_or_refuse_and_stay_as_they_were(kind: str, store: type[Den
 
 
 def test_a_sum_over_ranks_refuses_by_name() -> None:
-    from fastattention.distributed import attention_linear_allreduce
+    from fastattention.distributed import attention_out_proj_allreduce
 
     tensors = {name: torch.randn(1, 4, 2, 8) for name in ("q", "k", "v")} | {"w_o": torch.randn(16, 16)}
     for kind, make in {**SERVED, **REFUSED}.items():
@@ -223,4 +223,4 @@ def test_a_sum_over_ranks_refuses_by_name() -> None:
             continue
         for name, tensor in tensors.items():
             with torch.no_grad(), pytest.raises(FastAttentionError, match=f"{name} (is|has|and)|(is|and) {name}"):
-                attention_linear_allreduce(**(tensors | {name: make(tensor)}))
+                attention_out_proj_allreduce(**(tensors | {name: make(tensor)}))

@@ -81,7 +81,7 @@ def plan(options: AllReduceOptions, output: Path | None) -> None:
 def _summary(choice: Choice, machine: Machine, prompt: Prompt, options: AllReduceOptions) -> Table:
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     best, size = choice.best, format_bytes(prompt.rows * prompt.row_bytes)
-    rates = f"attention {machine.attention_rate / 1e12:.4g} TFLOPS, product {machine.linear_rate / 1e12:.4g}"
+    rates = f"attention {machine.attention_rate / 1e12:.4g} TFLOPS, product {machine.projection_rate / 1e12:.4g}"
     slowed = sum(event.end - event.start for event in best.timeline.compute) / choice.compute_seconds - 1
     rows = {
         "call": options.heading,

@@ -51,7 +51,7 @@ from fastattention.attention.validation import KvCacheArguments, Options, prepar
 from fastattention.attention.validation.common import read_options
 from fastattention.distributed import transports
 from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
-from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
+from fastattention.distributed.row_blocks import Attend, AttentionOutProj, may_cut_sequences
 from fastattention.engine.checks import (
     TensorSpec,
     check_like_q,
@@ -81,7 +81,7 @@ def _request(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Request:
-    """The attention of a call of `attention_linear_allreduce`, whose other arguments are checked."""
+    """The attention of a call of `attention_out_proj_allreduce`, whose other arguments are checked."""
     named_group(group)
     scores = {name: options.pop(name, None) for name in ("alibi_slopes", "attn_bias", "sinks")}
     read = _read_options(**options)
@@ -104,7 +104,7 @@ def _request_with_kvcache(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Request:
-    """The attention of a call of `attention_linear_allreduce_with_kvcache`, whose other arguments are checked."""
+    """The attention of a call of `attention_out_proj_allreduce_with_kvcache`, whose other arguments are checked."""
     named_group(group)
     tensors = {name: options.pop(name) for name in KvCacheArguments._fields if name in options}
     read, arguments = _read_options(**options), KvCacheArguments(q, k_cache, v_cache, **tensors)
@@ -123,7 +123,7 @@ def _read_options(
 
 
 @explained_by(_request)
-def attention_linear_allreduce(
+def attention_out_proj_allreduce(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -175,7 +175,7 @@ def attention_linear_allreduce(
 
 
 @explained_by(_request_with_kvcache)
-def attention_linear_allreduce_with_kvcache(
+def attention_out_proj_allreduce_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -201,13 +201,13 @@ def attention_linear_allreduce_with_kvcache(
     transport: str = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
-    """`attention_linear_allreduce` over a cache that already holds the tokens of q, as in a chunked prefill.
+    """`attention_out_proj_allreduce` over a cache that already holds the tokens of q, as in a chunked prefill.
 
     - `k_cache`, `v_cache`, `block_table`, `cache_batch_idx`, `cache_leftpad`, `k_scale`, `v_scale`: as in
         `fast_attn_with_kvcache`
     - `cache_seqlens`: as there, the tokens of q included; nothing is appended
 
-    The other arguments, the result and the errors are those of `attention_linear_allreduce`.
+    The other arguments, the result and the errors are those of `attention_out_proj_allreduce`.
     """
     arguments = KvCacheArguments(
         q, k_cache, v_cache, None, None, None, None, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
@@ -246,7 +246,7 @@ def _sum(
     if out is None:
         out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
-        call = AttentionLinear(problem, inputs, w_o, key.backend, attend)
+        call = AttentionOutProj(problem, inputs, w_o, key.backend, attend)
         flat = out.view(problem.total_q, key.hidden)
         if agreed is not None:
             agreed.now(problem.device).run(call, flat)

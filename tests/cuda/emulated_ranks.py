@@ -27,7 +27,7 @@ GUARD = 64  # bytes that stay NaN, before and behind what a call may write
 MOST_BYTES = 1 << 28  # of shared memory, of which the system gives what is used
 
 
-class Call(NamedTuple):
+class AllReduceCall(NamedTuple):
     """One launch on every rank."""
 
     count: int
@@ -56,7 +56,9 @@ class SharedMemory:
 class Rank:
     """What one rank has. Calls use `parts`, one after the other; results begin and end with GUARD, as it does."""
 
-    def __init__(self, memory: SharedMemory, calls: Sequence[Call], dtype: torch.dtype, first_step: int) -> None:
+    def __init__(
+        self, memory: SharedMemory, calls: Sequence[AllReduceCall], dtype: torch.dtype, first_step: int
+    ) -> None:
         more = 2 * GUARD // dtype.itemsize + 8
         most = max(call.count for call in calls) + more
         self.flags = memory.take(FlagLayout.COUNT, torch.int32).fill_(first_step)
@@ -77,7 +79,7 @@ class Rank:
 class Host:
     """As many ranks as a variant has, and the calls that they make."""
 
-    def __init__(self, variant: AllReduceConfig, calls: Sequence[Call], first_step: int = 0) -> None:
+    def __init__(self, variant: AllReduceConfig, calls: Sequence[AllReduceCall], first_step: int = 0) -> None:
         """first_step: that the flags begin with, as if there had been so many before."""
         self.variant, self.calls, self.first_step = variant, calls, first_step
         memory = SharedMemory()

@@ -142,7 +142,7 @@ def test_an_explanation_says_so() -> None:
     assert backend.how(LOWER_RIGHT) == ""
 
 
-class Call:
+class CudnnCall:
     """A problem in bfloat16, with its tensors, here on the CPU, and its exact result."""
 
     def __init__(self, problem: Problem) -> None:
@@ -168,7 +168,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 @pytest.mark.parametrize("problem", [FULL, SQUARE], ids=["full", "causal"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 def test_its_plan_calls_the_operator(kernel: Kernel, problem: Problem, return_lse: bool) -> None:
-    call = Call(replace(problem, return_lse=return_lse))
+    call = CudnnCall(replace(problem, return_lse=return_lse))
     out, lse, mask = SdpaBackend().make_call(call.problem, call.inputs)(call.inputs)
     assert kernel.calls == 1
     assert torch.equal(out, call.exact.out.to(torch.bfloat16))
@@ -180,7 +180,7 @@ def test_its_plan_calls_the_operator(kernel: Kernel, problem: Problem, return_ls
 
 
 def test_its_plan_leaves_other_tensors_to_the_rest(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, general = Call(FULL), AttentionOutput(torch.zeros(1), None)
+    call, general = CudnnCall(FULL), AttentionOutput(torch.zeros(1), None)
     monkeypatch.setattr(SdpaBackend, "_forward", lambda self, problem, inputs: general)
     attend = SdpaBackend().make_call(call.problem, call.inputs)
     with sdpa_kernel([SDPBackend.MATH]):

@@ -44,7 +44,7 @@ void help(void* data) {
 
 // Whether so many more threads can be had at once.
 bool can_start(int count) {
-    const SignalBlock signals_blocked;
+    const SignalMask signals_blocked;
     std::mutex gate;
     std::vector<std::thread> threads;
     bool all = true;

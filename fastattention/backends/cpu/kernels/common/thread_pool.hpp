@@ -33,12 +33,12 @@ public:
 
 // Threads that are started while there is one leave the signals of the process to its other threads: a program may wait for
 // some of them in a thread that it has chosen. Faults of a thread's own, and profilers' signals, reach it.
-class SignalBlock {
+class SignalMask {
 public:
-    SignalBlock();
-    ~SignalBlock();
-    SignalBlock(const SignalBlock&) = delete;
-    SignalBlock& operator=(const SignalBlock&) = delete;
+    SignalMask();
+    ~SignalMask();
+    SignalMask(const SignalMask&) = delete;
+    SignalMask& operator=(const SignalMask&) = delete;
 
 private:
     sigset_t before_;

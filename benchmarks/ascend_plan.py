@@ -292,7 +292,7 @@ def _print(heading: str, rows: list[Record]) -> None:
 
 def draw(output: Path) -> None:
     """Both tilings over the same time span, the two-level one on the paper's schedule."""
-    from fastattention.cli.plan.timeline import write_timeline
+    from fastattention.cli.plan.ascend_picture import write_picture
 
     workload = published.single_head(8192)
     cycles = DRAWN_MICROSECONDS * CHIP.clock_hz / 1e6
@@ -306,7 +306,7 @@ def draw(output: Path) -> None:
         done = {one.tile for one in written if one.end <= cycles}
         keys = len(done - {one.tile for one in written if one.end > cycles}) * tiling.outer_tile_n
         heading = f"{heading}: {keys} keys multiplied with their values in {DRAWN_MICROSECONDS:.0f} microseconds"
-        write_timeline(operations, tiling, CHIP, heading, output / f"ascend_plan_{name}.png", cycles)
+        write_picture(operations, tiling, CHIP, heading, output / f"ascend_plan_{name}.png", cycles)
 
 
 if __name__ == "__main__":

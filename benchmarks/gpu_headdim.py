@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_func, fast_attn_with_kvcache
-from fastattention.cli.bench.gpu_decode import Graph, copy_bandwidth, graph_microseconds
+from fastattention.cli.bench.gpu_decode import CapturedCalls, copy_bandwidth, graph_microseconds
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
@@ -107,7 +107,7 @@ def latent(batch_size: int, keys: int, nheads: int, rounds: int) -> dict[str, An
 
 def timed(calls: Mapping[str, Call], rounds: int, flops: float, bytes_read: float) -> dict[str, Any]:
     """Median microseconds of each call, five to a graph."""
-    microseconds = graph_microseconds({name: Graph([call] * 5) for name, call in calls.items()}, rounds)
+    microseconds = graph_microseconds({name: CapturedCalls([call] * 5) for name, call in calls.items()}, rounds)
     torch.cuda.empty_cache()
     return {"microseconds": microseconds, "flops": flops, "bytes": bytes_read}
 

@@ -26,7 +26,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from fastattention import config, fast_attn_func
+from fastattention import environment, fast_attn_func
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.cuda.attention.backend import CudaBackend
@@ -61,14 +61,14 @@ def main(
     if device != "cpu":
         write("int8_products_gpu", [gpu_record(arch, **problem) for arch in GPU_PATHS for problem in problems], output)
         return
-    if config.cpu_isa() is not None:
+    if environment.cpu_isa() is not None:
         print(json.dumps(records_of(problems, seconds)))
         return
     records = []
     for isa in available_isas():
         # A process loads its kernels once, so each instruction set has a process.
-        environment = {**os.environ, "FASTATTENTION_CPU_ISA": isa}
-        done = subprocess.run([sys.executable, *sys.argv], env=environment, check=True, stdout=subprocess.PIPE)
+        variables = {**os.environ, "FASTATTENTION_CPU_ISA": isa}
+        done = subprocess.run([sys.executable, *sys.argv], env=variables, check=True, stdout=subprocess.PIPE)
         records += json.loads(done.stdout)
     write("int8_products_cpu", records, output)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import typer
 
-from fastattention import config
+from fastattention import environment
 from fastattention.backends.cpu.library import available_isas
 from fastattention.cli.bench.session import run_question
 from fastattention.cli.bench.suite import decode, prefill
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main(seqlen: int = 4096, seconds: float = 10.0, output: Path = RESULTS) -> None:
     """Spend about `seconds` on each problem; write isa_NAME and isa_NAME_decode, .json and .png, into `output`."""
-    forced = config.cpu_isa()
+    forced = environment.cpu_isa()
     if forced is not None:
         workloads = [workload for workload in prefill(seqlen) if workload.dtype == "float32"]
         run_question(f"isa_{forced}", workloads, seconds, output)

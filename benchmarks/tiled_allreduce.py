@@ -4,10 +4,9 @@
 
 It starts one process for each GPU. The baselines are plain torch: "serial" is attention, product and NCCL's all-reduce.
 There are two more (torch_tensor_parallel.py): "two-shot" sums by symmetric memory, "async" fuses product and
-reduce-scatter. "default" is attention_linear_allreduce as users call it. The others use torch's attention too, so that
-only blocks and
-transports differ: "auto" chooses, and each transport runs alone. All take turns, called one by one ("eager") and
-replayed from CUDA graphs ("graph"). Results are compared with those of serial.
+reduce-scatter. "default" is attention_out_proj_allreduce as users call it. The others use torch's attention too, so
+that only blocks and transports differ: "auto" chooses, and each transport runs alone. All take turns, called one by
+one ("eager") and replayed from CUDA graphs ("graph"). Results are compared with those of serial.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch_tensor_parallel import Project, async_tensor_parallel, two_shot
 
-from fastattention import config
+from fastattention import environment
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
-from fastattention.distributed import attention_linear_allreduce
+from fastattention.distributed import attention_out_proj_allreduce
 from fastattention.distributed.agreement import Agreed, agreement_of
 from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import worth_dividing
@@ -154,7 +153,7 @@ class Share:
 
     def ours(self, transport: str, backend: str) -> None:
         """Runs ours, by the strategy that is agreed on."""
-        attention_linear_allreduce(
+        attention_out_proj_allreduce(
             self.q, self.k, self.v, self.w_o, causal=True, backend=backend, transport=transport, out=self.out
         )
 
@@ -187,7 +186,7 @@ class Contest:
     def __init__(self, share: Share, graphs: bool) -> None:
         self.share = share
         self.refused: dict[str, str] = {}
-        self.plans: dict[str, Agreed] = {}
+        self.agreed: dict[str, Agreed] = {}
         share.serial()
         self._expected = share.out.clone()
         eager: dict[str, Work] = {SERIAL: share.serial}
@@ -202,7 +201,7 @@ class Contest:
             except UnsupportedError as error:
                 self.refused[name] = str(error)
                 continue
-            self.plans[name] = agreed_on(share, transport, backend)
+            self.agreed[name] = agreed_on(share, transport, backend)
             eager[name] = partial(share.ours, transport, backend)
         self.kinds = {"eager": {**eager, **share.parts()}}
         if graphs:
@@ -221,7 +220,7 @@ class Contest:
         Raises AssertionError where that is too much, or the ranks have different bits.
         """
         return {
-            kind: {name: self._difference(name, works[name]) for name in self.plans if name in works}
+            kind: {name: self._difference(name, works[name]) for name in self.agreed if name in works}
             for kind, works in self.kinds.items()
         }
 
@@ -302,7 +301,7 @@ def medians(contest: Contest, rounds: int, device: torch.device) -> dict[str, di
 def derived(contest: Contest, seconds: dict[str, float]) -> dict[str, Any]:
     """Derived figures of one kind: the bound of any division, and the share of its gain that each of ours reaches."""
     serial, compute, transfer = (seconds[name] for name in (SERIAL, COMPUTE, ALL_REDUCE))
-    ours = {name: seconds[name] for name in contest.plans if name in seconds}
+    ours = {name: seconds[name] for name in contest.agreed if name in seconds}
     return {
         "bound": max(compute, transfer),
         "speedup": {name: serial / seconds[name] for name in (*OTHERS, *ours) if name in seconds},
@@ -321,7 +320,7 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
         "derived": {kind: derived(contest, each) for kind, each in seconds.items()},
         "plans": {
             name: {"eager": _as_record(agreed.eager), "graph": _as_record(agreed.graph)}
-            for name, agreed in contest.plans.items()
+            for name, agreed in contest.agreed.items()
         },
         "refused": contest.refused,
         "difference": differences,
@@ -333,7 +332,7 @@ def traced(case: Case, options: Options, device: torch.device) -> dict[str, Any]
     contest = Contest(Share(case, device, options), options.graphs)
     found: dict[str, Any] = {}
     for kind, works in contest.kinds.items():
-        overlaps = {name: trace(works[name]) for name in (SERIAL, *contest.plans) if name in works}
+        overlaps = {name: trace(works[name]) for name in (SERIAL, *contest.agreed) if name in works}
         alone = overlaps[SERIAL].compute
         found[kind] = {
             name: {**one._asdict(), "hidden": one.hidden, "inflation": one.inflation(alone)}
@@ -356,7 +355,7 @@ def measure(device: torch.device, options: Options) -> None:
         "machine": describe_machine(),
         "world_size": dist.get_world_size(),
         "nccl": torch.cuda.nccl.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-        "nccl_p2p_disable": config.peer_to_peer_disabled(),
+        "nccl_p2p_disable": environment.peer_to_peer_disabled(),
         "heads_of": options.heads_of or dist.get_world_size(),
         "rounds": options.rounds,
     }

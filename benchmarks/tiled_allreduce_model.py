@@ -20,8 +20,8 @@ import typer
 from rich.table import Table
 
 from fastattention.cli.console import OUTPUT
+from fastattention.cli.plan.allreduce_model import Prompt, predict
 from fastattention.cli.plan.machines import Machine, find_machine
-from fastattention.cli.plan.overlap_model import Prompt, predict
 from fastattention.distributed.row_partitions import Partition
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,7 +70,7 @@ def as_measured(prompt: Prompt, compute: float, product: float) -> Machine:
     return replace(
         machine,
         attention_rate=prompt.attention_flop(0, prompt.rows) / (compute - product - half),
-        linear_rate=prompt.linear_flop(prompt.rows) / (product - half),
+        projection_rate=prompt.projection_flop(prompt.rows) / (product - half),
     )
 
 

@@ -45,10 +45,9 @@ def main() -> None:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     # Blocks of rows by hand, so that this small example has some: by default they are autotuned.
-    styles = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel()}
-    layer = parallelize_module(
-        copy.deepcopy(whole), mesh, {**styles, "o": TilingAllReduce(plan=lambda rows: [rows // 2, rows - rows // 2])}
-    )
+    out_proj = TilingAllReduce(partition=lambda rows: [rows // 2, rows - rows // 2])
+    styles = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": out_proj}
+    layer = parallelize_module(copy.deepcopy(whole), mesh, styles)
     with torch.inference_mode():
         torch.testing.assert_close(layer(x), whole(x), rtol=1e-4, atol=1e-5)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: the output of the whole layer")

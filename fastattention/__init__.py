@@ -15,7 +15,8 @@ offload/       a KV cache split between a device and the CPU
 distributed/   tensor parallelism: attention overlapped with its all-reduce
 integrations/  Hugging Face Transformers, and code written for flash_attn
 cli/           the command line
-config.py, errors.py  environment variables and exceptions
+environment.py every environment variable
+errors.py      exceptions
 """
 
 from importlib.metadata import version

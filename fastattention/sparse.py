@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.attention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, read_block_size
+from fastattention.attention.validation.block_masks import DEFAULT_BLOCK_SIZE, BlockSize, read_block_size
 from fastattention.attention.validation.common import check_options, read_options
 from fastattention.engine.checks import (
     check_like_q,

@@ -78,7 +78,7 @@ class Multiprocessor:
             for number, path in enumerate(paths):
                 self._schedulers[number % self._chip.num_schedulers].add(Warp(cta, path), 0.0)
         for index in range(len(self._schedulers)):
-            self._plan(index, 0.0)
+            self._schedule(index, 0.0)
         steps = 0
         while self._events:
             now, index = heapq.heappop(self._events)
@@ -89,7 +89,7 @@ class Multiprocessor:
                 self._shared.forget(int(now))
         return self._outcome()
 
-    def _plan(self, index: int, time: float) -> None:
+    def _schedule(self, index: int, time: float) -> None:
         """Sets the time at which a scheduler acts."""
         self._due[index] = time
         if time < NEVER:
@@ -98,7 +98,7 @@ class Multiprocessor:
     def _step(self, now: float, index: int) -> None:
         scheduler = self._schedulers[index]
         warp, time = scheduler.choose(now)
-        self._plan(index, time if warp is None else now + 1)
+        self._schedule(index, time if warp is None else now + 1)
         if warp is None:
             return
         operation = warp.path[warp.position]
@@ -121,7 +121,7 @@ class Multiprocessor:
         for index, warp, ready, reason in barrier.waiting:
             warp.ready, warp.reason = max((until, "barrier"), (ready, reason))
             if warp.ready < self._due[index]:
-                self._plan(index, warp.ready)
+                self._schedule(index, warp.ready)
         barrier.waiting = []
 
     def _outcome(self) -> Outcome:

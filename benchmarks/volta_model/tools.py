@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fastattention import config
+from fastattention import environment
 from fastattention.errors import CompileError
 
 from .sass import Function, parse
@@ -30,7 +30,7 @@ _PLATFORM = ("--python-version=3.11", "--implementation=cp", "--platform=manylin
 
 def cache_folder() -> Path:
     """The folder of downloaded tools and kernels, next to the folder of FASTATTENTION_CACHE."""
-    return config.kernel_cache().with_name("fastattention-volta")
+    return environment.kernel_cache().with_name("fastattention-volta")
 
 
 def cuobjdump() -> Path:

@@ -31,7 +31,7 @@ class AttentionBackend(Backend[Problem, Inputs, AttentionOutput]):
         For Layout.KVCACHE with `inputs.k_new`, first appends to the caches in place, rotating k_new and q.
         """
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """A function that does what `forward` does for this problem."""
         return functools.partial(self.forward, problem)
 

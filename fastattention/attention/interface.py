@@ -78,7 +78,7 @@ from torch import Tensor
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
 from fastattention.attention.validation import KvCacheArguments
-from fastattention.attention.validation.blocks import BlockSize, read_block_mask
+from fastattention.attention.validation.block_masks import BlockSize, read_block_mask
 from fastattention.attention.validation.common import read_options
 from fastattention.engine.checks import read_flag, read_int, require_tensor, require_tensors
 from fastattention.engine.explain import Explanation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Attention(str, Enum):
+class AttnImplementation(str, Enum):
     """--attn: the implementation of attention inside a Transformers model."""
 
     EAGER = "eager"

@@ -18,7 +18,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 import fastattention
-from fastattention.cli.choices import Attention
+from fastattention.cli.choices import AttnImplementation
 from fastattention.cli.console import OUTPUT, check_model_folder, fail, progress_bar, require_extra
 from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.machine import cpu_model
@@ -40,7 +40,7 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
     prompt = read_context(source, context_bytes)
     requests = [
         DemoRequest(str(model), attention.value, prompt, max_new_tokens, fastattention.get_num_threads())
-        for attention in Attention
+        for attention in AttnImplementation
     ]
     results = []
     with progress_bar() as bar:

@@ -10,7 +10,7 @@ class DemoRequest:
     """What to generate, with which model and attention."""
 
     model: str  # a model folder
-    attention: str  # a value of choices.Attention
+    attention: str  # a value of choices.AttnImplementation
     prompt: str
     max_new_tokens: int
     num_threads: int

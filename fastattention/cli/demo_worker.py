@@ -17,7 +17,7 @@ import torch
 
 import fastattention
 from fastattention.cli import peak_memory
-from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.cli.choices import AttnImplementation, ModelDtype
 from fastattention.cli.console import reason_of
 from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.generation import Events, generate_tokens
@@ -30,7 +30,7 @@ WARM_UP_CHARACTERS, WARM_UP_TOKENS = 64, 4
 def run(request: DemoRequest) -> Result:
     """Greedy generation in float32, where every implementation should choose the same tokens."""
     torch.set_num_threads(request.num_threads)
-    loaded = load_folder(Path(request.model), Attention(request.attention), ModelDtype.FLOAT32, "cpu")
+    loaded = load_folder(Path(request.model), AttnImplementation(request.attention), ModelDtype.FLOAT32, "cpu")
     generate_tokens(loaded, loaded.codec.encode(request.prompt[:WARM_UP_CHARACTERS]), WARM_UP_TOKENS)
     prompt = loaded.codec.encode(request.prompt)
     # The prompt takes half of the bar, and the tokens that follow the other half.

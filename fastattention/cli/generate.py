@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.cli.choices import AttnImplementation, ModelDtype
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, require_extra, status
 from fastattention.errors import ArgumentError
 from fastattention.sizes import format_bytes, read_bytes
@@ -21,7 +21,7 @@ TEMPERATURES = 0.001, 1000.0  # outside these, logits over the temperature are i
 def generate(
     model: Path,
     prompt: str,
-    attention: Attention,
+    attention: AttnImplementation,
     max_new_tokens: int,
     temperature: float,
     dtype: ModelDtype,
@@ -30,7 +30,7 @@ def generate(
 ) -> None:
     """Print the prompt and its continuation as it comes, then the speed. The arguments are those of the command."""
     require_extra("transformers", "transformers")
-    if kv_budget is not None and attention is not Attention.FAST_ATTENTION:
+    if kv_budget is not None and attention is not AttnImplementation.FAST_ATTENTION:
         raise ArgumentError(f"kv_budget={kv_budget!r} is for --attn fast_attention, got {attention.value}")
     _check_numbers(prompt, temperature, kv_budget, device)
     with status("loading the model"):

@@ -10,7 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from fastattention import config
+from fastattention import environment
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
@@ -22,8 +22,8 @@ def info() -> None:
 
 
 def environment_variables() -> dict[str, str]:
-    """Name -> meaning of every variable the package reads: functions of config.py document one each, name first."""
-    documents = (inspect.getdoc(function) or "" for _, function in inspect.getmembers(config, inspect.isfunction))
+    """Name -> meaning of every variable the package reads: functions of environment.py document them, name first."""
+    documents = (inspect.getdoc(function) or "" for _, function in inspect.getmembers(environment, inspect.isfunction))
     pairs = (document.partition(": ") for document in documents)
     return {name: " ".join(meaning.split()) for name, _, meaning in pairs if name.startswith("FASTATTENTION_")}
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fastattention import __version__
-from fastattention.cli.choices import Attention, CacheFormat, CheckedDevice, KernelDtype, ModelDtype
+from fastattention.cli.choices import AttnImplementation, CacheFormat, CheckedDevice, KernelDtype, ModelDtype
 from fastattention.cli.console import errors_as_messages
 from fastattention.threads import MOST_THREADS
 
@@ -115,7 +115,9 @@ def bench(
 def generate(
     model: Annotated[Path, typer.Option(help="A Transformers model folder. Nothing is downloaded.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    attn: Annotated[Attention, typer.Option(help="Attention implementation.")] = Attention.FAST_ATTENTION,
+    attn: Annotated[
+        AttnImplementation, typer.Option(help="Attention implementation.")
+    ] = AttnImplementation.FAST_ATTENTION,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=LONGEST, help="Most tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
     dtype: Annotated[
@@ -314,7 +316,7 @@ def plan_offload(
         "cpu_bandwidth": cpu_bandwidth,
         "dram_bandwidth": dram_bandwidth,
     }
-    options = command.Options(
+    options = command.OffloadOptions(
         model=model,
         hardware=hardware,
         seqlen=seqlen,
@@ -343,7 +345,7 @@ def plan_allreduce(
     """Predict row blocks of a tensor-parallel prompt, and how much of the all-reduce they hide. Needs no device."""
     from fastattention.cli.plan import allreduce as command
 
-    options = command.Options(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)
+    options = command.AllReduceOptions(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)
     with errors_as_messages():
         command.plan(options, output)
 
@@ -366,7 +368,7 @@ def plan_traffic(
     """Predict the main-memory traffic of attention on a GPU, beside its lower bound. Needs no GPU."""
     from fastattention.cli.plan import traffic as command
 
-    options = command.Options(
+    options = command.TrafficOptions(
         batch_size=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.cli.choices import AttnImplementation, ModelDtype
 from fastattention.cli.console import check_model_folder, first_line
 from fastattention.errors import ArgumentError, FastAttentionError
 
@@ -71,7 +71,7 @@ class LoadedModel(NamedTuple):
     codec: Codec
 
 
-def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: str) -> LoadedModel:
+def load_folder(folder: Path, attention: AttnImplementation, dtype: ModelDtype, device: str) -> LoadedModel:
     """Load the causal language model in `folder`; nothing is downloaded.
 
     dtype: AUTO takes the one in which it was stored.
@@ -79,7 +79,7 @@ def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: s
     """
     check_model_folder(folder)
     _check_device(device)
-    if attention is Attention.FAST_ATTENTION:
+    if attention is AttnImplementation.FAST_ATTENTION:
         from fastattention.integrations.transformers import register
 
         register()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from rich.markup import escape
 
-from fastattention import config
+from fastattention import environment
 from fastattention.backends.cuda.attention.variants import DTYPES, training_variants_of, variants_of
 from fastattention.cli.compile import check_headdims
 from fastattention.cli.console import OUTPUT, progress_bar
@@ -46,9 +46,9 @@ def warmup(device: str, headdims: list[int], dtypes: list[str], training: bool) 
             f"{device} has compute capability {limits.target / 10:.1f}; Pascal (6.0) is the oldest that is served"
         )
     chosen = [getattr(torch, dtype) for dtype in dtypes]
-    kernels = [*variants_of(limits, headdims, chosen, config.cuda_arch()), *all_reduces_of(limits, chosen)]
+    kernels = [*variants_of(limits, headdims, chosen, environment.cuda_arch()), *all_reduces_of(limits, chosen)]
     if training:
-        kernels += training_variants_of(limits, headdims, chosen, config.cuda_arch())
+        kernels += training_variants_of(limits, headdims, chosen, environment.cuda_arch())
     with progress_bar() as bar:
         obtained = _obtain_all(kernels, limits.target)
         warmed = list(bar.track(obtained, total=len(kernels), description="compiling"))
@@ -113,4 +113,6 @@ def _show(device: str, warmed: list[Warmed]) -> None:
         OUTPUT.print(f"{seconds:7.2f} s  {origin.value:8}  {kernel.name}", soft_wrap=True)
     counts = Counter(one.origin for one in warmed)
     sources = ", ".join(f"{counts[origin]} from the {origin.value}" for origin in Origin)
-    OUTPUT.print(f"{len(warmed)} kernels: {sources}. The cache is {escape(str(config.kernel_cache()))}", soft_wrap=True)
+    OUTPUT.print(
+        f"{len(warmed)} kernels: {sources}. The cache is {escape(str(environment.kernel_cache()))}", soft_wrap=True
+    )

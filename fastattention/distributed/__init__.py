@@ -1,8 +1,8 @@
 """Attention over the ranks of a tensor-parallel group, its all-reduce hidden under the attention of later rows."""
 
-from fastattention.distributed.attention_linear import (
-    attention_linear_allreduce,
-    attention_linear_allreduce_with_kvcache,
+from fastattention.distributed.attention_out_proj import (
+    attention_out_proj_allreduce,
+    attention_out_proj_allreduce_with_kvcache,
 )
 from fastattention.distributed.deferred import DeferredAttention, deferred_attn, deferred_attn_with_kvcache
 from fastattention.distributed.style import NotTiledWarning, TilingAllReduce
@@ -11,8 +11,8 @@ __all__ = [
     "DeferredAttention",
     "NotTiledWarning",
     "TilingAllReduce",
-    "attention_linear_allreduce",
-    "attention_linear_allreduce_with_kvcache",
+    "attention_out_proj_allreduce",
+    "attention_out_proj_allreduce_with_kvcache",
     "deferred_attn",
     "deferred_attn_with_kvcache",
 ]

@@ -23,7 +23,7 @@ from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.distributed import transports
 from fastattention.distributed.autotune import Trial
 from fastattention.distributed.object_collectives import check_serves, from_rank_0, gather
-from fastattention.distributed.row_blocks import Attend, AttentionLinear, Strategy, may_cut_sequences
+from fastattention.distributed.row_blocks import Attend, AttentionOutProj, Strategy, may_cut_sequences
 from fastattention.distributed.row_partitions import Partition, partitions, worth_dividing
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.engine.signature import CallSignature
@@ -79,7 +79,7 @@ class Agreement:
         # Winners, eagerly and in a graph, by the kind of calls and the transports that were tried.
         self._winners: dict[tuple[Hashable, tuple[str, ...]], tuple[Place, Place]] = {}
 
-    def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Strategy:
+    def of(self, key: Key, call: AttentionOutProj, group: ProcessGroup) -> Strategy:
         """The strategy of a call. Collective the first time, one look-up from then on.
 
         Raises ArgumentError where the group has no backend for the device, and on all ranks where their calls differ;
@@ -91,8 +91,8 @@ class Agreement:
             check_serves(group, device)
             if _is_capturing(device):
                 raise ArgumentError(
-                    "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a plan "
-                    "first. Make the same call once before the capture"
+                    "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a "
+                    "transport and a partition first. Make the same call once before the capture"
                 )
             _check_same(key, group)
             num_trials = len(self._winners)
@@ -113,7 +113,7 @@ class Agreement:
             if len(self.calls) >= MOST_KEPT and signature not in self.calls:
                 self.calls.clear()
             device = key.problem.device
-            attend = ATTENTION_BACKENDS.select(key.problem, key.backend).plan(key.problem, inputs)
+            attend = ATTENTION_BACKENDS.select(key.problem, key.backend).make_call(key.problem, inputs)
             self.calls[signature] = CachedCall(key, attend, agreed, device.index if device.type == "cuda" else None)
 
     def _release_unused(self) -> None:
@@ -123,7 +123,7 @@ class Agreement:
             if id(transport) not in used:
                 transport.release()
 
-    def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
+    def _agree(self, key: Key, call: AttentionOutProj, group: ProcessGroup) -> Agreed:
         """The fastest strategies. One call of each kind is tried; the others of the kind use its strategies."""
         problem, rows = key.problem, key.rows or (key.problem.total_q,)
         transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, len(rows))
@@ -204,7 +204,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _kind_of(call: AttentionLinear) -> Hashable:
+def _kind_of(call: AttentionOutProj) -> Hashable:
     """The kind of a call: calls alike to a factor of two in each length. Reads the lengths of a cache."""
     problem, lengths = call.problem, call.inputs.cache_seqlens
     seqlen_k = problem.seqlen_k

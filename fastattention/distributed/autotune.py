@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fastattention.distributed.object_collectives import largest
-from fastattention.distributed.row_blocks import AttentionLinear, Strategy
+from fastattention.distributed.row_blocks import AttentionOutProj, Strategy
 from fastattention.distributed.transports import Transfer
 
 ROUNDS, FIRST_ROUNDS = 5, 3
@@ -35,7 +35,7 @@ class Trial:
     """A trial of strategies of one call, at least one of which has one block. All methods are collective."""
 
     def __init__(
-        self, strategies: Sequence[Strategy], call: AttentionLinear, transfer: Transfer, group: ProcessGroup
+        self, strategies: Sequence[Strategy], call: AttentionOutProj, transfer: Transfer, group: ProcessGroup
     ) -> None:
         """Allocates a second result."""
         self._strategies, self._call, self._group, self._device = strategies, call, group, transfer.device

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fastattention.attention.interface import fast_attn_func, fast_attn_with_kvcache
-from fastattention.distributed.attention_linear import (
-    attention_linear_allreduce,
-    attention_linear_allreduce_with_kvcache,
+from fastattention.distributed.attention_out_proj import (
+    attention_out_proj_allreduce,
+    attention_out_proj_allreduce_with_kvcache,
 )
 from fastattention.errors import ArgumentError
 
@@ -40,8 +40,8 @@ class DeferredAttention:
         """Defers `attend`, which returns (batch_size, seqlen_q, nheads, headdim_v).
 
         - `shape`: the shape that it stands for, this one or (batch_size, seqlen_q, nheads * headdim_v)
-        - `tiled`: the call with its projection, a function of (weight, bias, group=, plan=, transport=); or why there
-          is none
+        - `tiled`: the call with its projection, a function of (weight, bias, group=, partition=, transport=); or why
+          there is none
         - `tensors`: arguments that may need gradients, all in the dtype of out
         """
         self._attend, self.shape, self._tiled, self._tensors = attend, shape, tiled, tensors
@@ -92,11 +92,11 @@ class DeferredAttention:
         return None
 
     def project(self, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
-        """attention_linear_allreduce of the call: (batch_size, seqlen_q, hidden).
+        """attention_out_proj_allreduce of the call: (batch_size, seqlen_q, hidden).
 
         - `weight`: (hidden, nheads * headdim_v), this rank's columns
         - `bias`: (hidden,), added once
-        - `how`: group, plan and transport of attention_linear_allreduce
+        - `how`: group, partition and transport of attention_out_proj_allreduce
         """
         assert not isinstance(self._tiled, str)
         return self._tiled(weight, bias, **how)
@@ -148,7 +148,7 @@ def deferred_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> DeferredAt
     Raises ArgumentError for other options. Wrong tensors raise when the call is made.
     """
     _check(options, _OPTIONS)
-    return _deferred(fast_attn_func, attention_linear_allreduce, (q, k, v), options)
+    return _deferred(fast_attn_func, attention_out_proj_allreduce, (q, k, v), options)
 
 
 def deferred_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> DeferredAttention:
@@ -162,7 +162,7 @@ def deferred_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **op
     """
     _check(options, (*_OPTIONS, *_CACHE_OPTIONS))
     caches = (k_cache, v_cache)
-    return _deferred(fast_attn_with_kvcache, attention_linear_allreduce_with_kvcache, (q, *caches), options)
+    return _deferred(fast_attn_with_kvcache, attention_out_proj_allreduce_with_kvcache, (q, *caches), options)
 
 
 def _check(options: Mapping[str, Any], known: tuple[str, ...]) -> None:

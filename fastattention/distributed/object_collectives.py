@@ -53,7 +53,7 @@ def from_rank_0(work: Callable[[], Answer], group: ProcessGroup) -> Answer:
     if error is not None:
         raise error
     if answer[1] is not None:
-        raise RuntimeError(f"rank 0, which plans for the group, failed: {answer[1]}")
+        raise RuntimeError(f"rank 0, which decides for the group, failed: {answer[1]}")
     return cast(Answer, answer[0])
 
 

@@ -131,10 +131,10 @@ def _some(tensor: Tensor | None, sequences: slice) -> Tensor | None:
     return None if tensor is None else tensor[sequences]
 
 
-Attend = Callable[[Inputs], AttentionOutput]  # AttentionBackend.plan
+Attend = Callable[[Inputs], AttentionOutput]  # AttentionBackend.make_call
 
 
-class AttentionLinear:
+class AttentionOutProj:
     """One rank's part of a call, by blocks of rows: attention of its heads, times its columns of the projection."""
 
     def __init__(
@@ -177,13 +177,13 @@ class AttentionLinear:
 
 
 class CoarseAttention:
-    """`AttentionLinear.compute` with attention of several blocks at once, when the first of their rows are needed.
+    """`AttentionOutProj.compute` with attention of several blocks at once, when the first of their rows are needed.
 
     Attention of few rows leaves much of a GPU idle, and a product does so only with far fewer. Results of attention are
     kept, because rows may be asked for in any order.
     """
 
-    def __init__(self, call: AttentionLinear, rows: Sequence[int]) -> None:
+    def __init__(self, call: AttentionOutProj, rows: Sequence[int]) -> None:
         """rows: the rows of each call of attention."""
         self._call = call
         self._ends = iter(tuple(accumulate(rows)))
@@ -215,7 +215,7 @@ class Strategy(NamedTuple):
     transport: Transport
     partition: Partition
 
-    def run(self, call: AttentionLinear, out: Tensor) -> None:
+    def run(self, call: AttentionOutProj, out: Tensor) -> None:
         """Fills `out` (rows, hidden) with the sum over all ranks. Collective."""
         rows, attention_rows = self.partition
         compute = CoarseAttention(call, attention_rows).compute if attention_rows else call.compute

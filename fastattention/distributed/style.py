@@ -19,7 +19,7 @@ from fastattention.distributed.deferred import DeferredAttention
 from fastattention.distributed.row_partitions import worth_dividing
 from fastattention.errors import ArgumentError, UnsupportedError
 
-PlanOf = Callable[[int], Sequence[int]]
+PartitionOf = Callable[[int], Sequence[int]]
 
 
 class NotTiledWarning(UserWarning):
@@ -27,20 +27,20 @@ class NotTiledWarning(UserWarning):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class ProjectionTiling:
     """How a projection computes deferred attention."""
 
     group: dist.ProcessGroup
-    plan: str | PlanOf  # "auto", or rows of each block as a function of all rows
-    transport: str  # a name that attention_linear_allreduce knows, or npu.NAME
+    partition: str | PartitionOf  # "auto", or rows of each block as a function of all rows
+    transport: str  # a name that attention_out_proj_allreduce knows, or npu.NAME
 
-    def __deepcopy__(self, memo: object) -> Tiling:
+    def __deepcopy__(self, memo: object) -> ProjectionTiling:
         return self  # copies of a model share its groups
 
     def may_divide(self, num_rows: int, linear: nn.Linear) -> bool:
         """Whether `num_rows` rows may be worth two blocks. Otherwise the ranks need not agree on anything."""
         num_bytes = num_rows * linear.out_features * linear.weight.dtype.itemsize
-        return self.plan != "auto" or worth_dividing(num_rows, num_bytes)
+        return self.partition != "auto" or worth_dividing(num_rows, num_bytes)
 
     def settle(self, x: Any, linear: nn.Linear) -> Any:
         """Deferred attention for `project` to compute; otherwise the tensor to which the layer is applied."""
@@ -68,8 +68,8 @@ class Tiling:
         weight, bias = local_parameters(linear)
         if self.transport == npu.NAME:
             return npu.linear_allreduce(attention.compute().flatten(2), weight, bias, self.group)
-        plan = self.plan if isinstance(self.plan, str) else list(self.plan(attention.num_rows))
-        return attention.project(weight, bias, group=self.group, plan=plan, transport=self.transport)
+        partition = self.partition if isinstance(self.partition, str) else list(self.partition(attention.num_rows))
+        return attention.project(weight, bias, group=self.group, partition=partition, transport=self.transport)
 
 
 def local_parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -78,10 +78,12 @@ def local_parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def check_options(plan: object, transport: str) -> None:
-    """Raises ArgumentError for a plan or a transport that no projection could use."""
-    if plan != "auto" and not callable(plan):
-        raise ArgumentError(f'plan={plan!r} must be "auto" or a function from rows of a call to those of its blocks')
+def check_options(partition: object, transport: str) -> None:
+    """Raises ArgumentError for a partition or a transport that no projection could use."""
+    if partition != "auto" and not callable(partition):
+        raise ArgumentError(
+            f'partition={partition!r} must be "auto" or a function from rows of a call to those of its blocks'
+        )
     if transport != npu.NAME:
         transports.check_name(transport)
 
@@ -89,7 +91,7 @@ def check_options(plan: object, transport: str) -> None:
 class TiledForward:
     """The forward of a projection: row blocks for deferred attention, the original forward for tensors."""
 
-    def __init__(self, linear: nn.Linear, tiling: Tiling) -> None:
+    def __init__(self, linear: nn.Linear, tiling: ProjectionTiling) -> None:
         self.linear, self.tiling, self.of_tensors = linear, tiling, linear.forward
 
     def __call__(self, x: DeferredAttention | Tensor) -> Tensor:
@@ -109,9 +111,9 @@ class TilingAllReduce(RowwiseParallel):
             "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": TilingAllReduce(),
         })
 
-    - `plan`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of
-        each block
-    - `transport`: how blocks are summed, as in `attention_linear_allreduce`. "npu_mm_all_reduce_base" has no blocks,
+    - `partition`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows
+        of each block
+    - `transport`: how blocks are summed, as in `attention_out_proj_allreduce`. "npu_mm_all_reduce_base" has no blocks,
       but GEMM and sum as one operator of Ascend NPUs (not run on an NPU)
 
     While the rows of one block are summed over the ranks, attention and GEMM of the next are computed. Given a tensor,
@@ -121,17 +123,17 @@ class TilingAllReduce(RowwiseParallel):
     tensor.
     """
 
-    def __init__(self, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:
+    def __init__(self, *, partition: str | PartitionOf = "auto", transport: str = "auto") -> None:
         super().__init__()
-        check_options(plan, transport)
-        self._plan, self._transport = plan, transport
+        check_options(partition, transport)
+        self._partition, self._transport = partition, transport
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             raise UnsupportedError(
                 f"TilingAllReduce is for the output projection of attention, an nn.Linear, got {type(module).__name__}"
             )
-        tiling = Tiling(device_mesh.get_group(), self._plan, self._transport)
+        tiling = ProjectionTiling(device_mesh.get_group(), self._partition, self._transport)
         module.forward = TiledForward(module, tiling)  # type: ignore[method-assign, assignment]
         super()._apply(module, device_mesh)
         return module

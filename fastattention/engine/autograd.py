@@ -45,7 +45,7 @@ def gradients_by_torch(operator: AnyOperator, problem: Any, inputs: Any, grads: 
     leaves = {name: tensor.detach().requires_grad_(name in problem.grads) for name, tensor in given.items()}
     inputs = inputs._replace(**leaves)
     with torch.enable_grad():
-        output = operator.registry.get(operator.fallback).plan(problem, inputs)(inputs)
+        output = operator.registry.get(operator.fallback).make_call(problem, inputs)(inputs)
     pairs = [(x, grad) for x, grad in zip(output, grads, strict=False) if x is not None and grad is not None]
     found = torch.autograd.grad(
         [x for x, _ in pairs],

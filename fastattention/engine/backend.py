@@ -21,7 +21,7 @@ class Backend(abc.ABC, Generic[P, I, O]):
 
     name: ClassVar[str]
     # Whether `backward` computes the gradients of a problem with `grads`. Otherwise `why_not` refuses such a problem,
-    # or plans consist of operations of torch, which autograd follows.
+    # or its calls consist of operations of torch, which autograd follows.
     has_backward: ClassVar[bool] = False
     # Whether it reads lengths, offsets and block tables in host memory, for tensors on any device. Their values are
     # then checked, and CUDA graphs cannot capture such a call.
@@ -39,7 +39,7 @@ class Backend(abc.ABC, Generic[P, I, O]):
         """
 
     @abc.abstractmethod
-    def plan(self, problem: P, inputs: I) -> Callable[[I], O]:
+    def make_call(self, problem: P, inputs: I) -> Callable[[I], O]:
         """A function that serves an accepted problem, for inputs that differ from these only in addresses and values.
 
         The function keeps none of the tensors, and several threads may call it at a time.
@@ -48,7 +48,7 @@ class Backend(abc.ABC, Generic[P, I, O]):
     def backward(self, problem: P, inputs: I, result: O, grads: Any) -> Mapping[str, Tensor]:
         """The gradient of every tensor in `problem.grads`, by its name: contiguous, of the tensor's shape and dtype.
 
-        result: the output of the plan. Neither it nor any of `inputs` is written.
+        result: the output of the call. Neither it nor any of `inputs` is written.
         """
         raise NotImplementedError(f"{self.name} has no backward")
 

@@ -195,7 +195,7 @@ class Plan(Generic[G, S, P, I, O, B]):
         self._recheck = operator.recheck(problem)
         self.has_backward = self.backend.has_backward and bool(problem.grads)  # type: ignore[attr-defined]
         # Functions that serve calls without autograd, and with it.
-        self.serve = operator.around(self.backend, problem, self.backend.plan(problem, inputs))
+        self.serve = operator.around(self.backend, problem, self.backend.make_call(problem, inputs))
         self.forward = differentiable(operator, self.backend, problem, self.serve) if self.has_backward else self.serve
         self._range = f"fastattention::{self.backend.name}"
         fields = zip(inputs._fields, given, inputs, strict=True)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from fastattention import config, files
+from fastattention import environment, files
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.variant import Variant
@@ -70,7 +70,7 @@ def built_ahead_path(kernel: Variant, target: int) -> Path:
 def cached_path(kernel: Variant, target: int) -> Path:
     """Where this machine keeps this cubin as its compiler makes it."""
     numbers = ".".join(map(str, compiler.version()))
-    return config.kernel_cache() / _file_name(kernel, target, numbers)
+    return environment.kernel_cache() / _file_name(kernel, target, numbers)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

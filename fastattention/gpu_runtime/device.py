@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastattention import config
+from fastattention import environment
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -33,7 +33,7 @@ def why_not(device: torch.device) -> str | None:
     target = module.device_limits(index_of(device)).target
     if target < ARCHS[-1]:
         return f"{device} has compute capability {target / 10:.1f}; Pascal (6.0) is the oldest that is served"
-    forced = config.cuda_arch()
+    forced = environment.cuda_arch()
     if forced is not None and not (forced in ARCHS and forced <= target):
         allowed = ", ".join(str(arch) for arch in ARCHS if arch <= target)
         return f"FASTATTENTION_CUDA_ARCH={forced} is no code path of {device}; choose one of {allowed}"

@@ -13,7 +13,7 @@ _BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream a
 _REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
-class Operation(NamedTuple):
+class StreamOperation(NamedTuple):
     """An operation to enqueue on a stream, prepared with all its arguments for calls that repeat it.
 
     Making it in Python takes longer than enqueueing it.
@@ -23,7 +23,7 @@ class Operation(NamedTuple):
     doing: str  # for errors
 
 
-def enqueue_all(operations: Iterable[Operation]) -> None:
+def enqueue_all(operations: Iterable[StreamOperation]) -> None:
     """Enqueues them in their order."""
     for enqueue, doing in operations:
         answer = enqueue()
@@ -31,10 +31,10 @@ def enqueue_all(operations: Iterable[Operation]) -> None:
             checked(answer, doing)
 
 
-def copy_operation(target: int, source: int, nbytes: int, stream: int) -> Operation:
+def copy_operation(target: int, source: int, nbytes: int, stream: int) -> StreamOperation:
     """A copy between addresses of this process, of any GPUs that it can reach."""
     copy = functools.partial(driver_bindings().cuMemcpyAsync, target, source, nbytes, stream)
-    return Operation(copy, f"copying {nbytes} bytes")
+    return StreamOperation(copy, f"copying {nbytes} bytes")
 
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
@@ -63,10 +63,12 @@ class FlagOperations:
     def __init__(self, operations: Sequence[Any], doing: str) -> None:
         self._operations, self._doing = operations, doing
 
-    def on(self, stream: int) -> Operation:
+    def on(self, stream: int) -> StreamOperation:
         """`enqueue` on one stream."""
         batch = driver_bindings().cuStreamBatchMemOp
-        return Operation(functools.partial(batch, stream, len(self._operations), self._operations, 0), self._doing)
+        return StreamOperation(
+            functools.partial(batch, stream, len(self._operations), self._operations, 0), self._doing
+        )
 
     def enqueue(self, stream: int) -> None:
         """Enqueues it on a stream of the current device, after all earlier work of the stream."""

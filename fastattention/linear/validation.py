@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention import config
+from fastattention import environment
 from fastattention.engine.checks import (
     DTYPES,
     TensorSpec,
@@ -125,7 +125,7 @@ def as_backends_read(given: LinearInputs) -> LinearInputs:
 
 def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
     """Raises unless the offsets rise from 0 to the number of tokens; on a CPU, elsewhere only when checks are on."""
-    if cu_seqlens.is_meta or (cu_seqlens.device.type != "cpu" and not config.check_numbers()):
+    if cu_seqlens.is_meta or (cu_seqlens.device.type != "cpu" and not environment.check_numbers()):
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != seqlen or any(b < a for a, b in itertools.pairwise(offsets)):

@@ -17,8 +17,8 @@ device.py               the interface of a device, and torch's
 placement.py            which layers are where, and the predicted cost; docs/internals/long-contexts.md has the model
 prediction.py           the predicted time of a step
 policy.py               how a decode step handles layers on the CPU: upload, attend there, or both
-memory.py               the predicted bytes of a plan
-model_shape.py          the sizes of a model that a plan needs
+memory.py               the predicted bytes of a placement
+model_shape.py          the sizes of a model that a placement needs
 hardware.py             bandwidths of known machines
 measure.py              measures the bandwidths of this machine
 lengths.py              sequence lengths as tensors on the device

@@ -8,7 +8,7 @@ from fastattention.attention.operators import ATTENTION_KVCACHE
 from fastattention.attention.validation import KvCacheArguments, Options
 from fastattention.attention.validation.common import as_kernels_read
 from fastattention.backends.cpu.attention.backend import CpuBackend
-from fastattention.backends.cpu.attention.plan import CpuPlan
+from fastattention.backends.cpu.attention.call import CpuAttentionCall
 from fastattention.offload.device import CpuWork
 
 
@@ -23,5 +23,5 @@ def prepare_attention(
     """
     options = options._replace(return_lse=True)
     plan, inputs = ATTENTION_KVCACHE.plan(arguments, options, CpuBackend.name)
-    assert isinstance(plan.forward, CpuPlan)
+    assert isinstance(plan.forward, CpuAttentionCall)
     return plan.forward.prepare(as_kernels_read(plan.problem, inputs), out, lse, num_threads)

@@ -14,7 +14,7 @@ from fastattention.threads import get_num_threads
 FEW_THREADS = 4
 
 
-class Results(NamedTuple):
+class CpuResults(NamedTuple):
     """Results of the CPU, as tensors of the device: valid from the end of `span` until the next job begins."""
 
     out: Tensor  # (batch_size, seqlen_q, nheads, headdim_v)
@@ -38,7 +38,7 @@ class CpuAttentionQueue:
         self._memory: dict[tuple[str, tuple[int, ...]], Shared] = {}
         self._end: Event = None
 
-    def attend(self, q: Tensor, headdim_v: int, nbytes: int, prepare: Prepare, ready: Event = None) -> Results:
+    def attend(self, q: Tensor, headdim_v: int, nbytes: int, prepare: Prepare, ready: Event = None) -> CpuResults:
         """Lets the CPU attend for q, (batch_size, seqlen_q, nheads, headdim) on the device, which goes on computing.
 
         nbytes: bytes of CPU memory that are read; ready: the event after which they are there, because pages of a layer
@@ -52,7 +52,7 @@ class CpuAttentionQueue:
         after = [event for event in (self._device.mark(), ready) if event is not None]
         span = self._device.run_on_cpu(CpuJob([Copy(queries.host, q)], work), nbytes, after)
         self._end = span.end
-        return Results(out.device, lse.device, span)
+        return CpuResults(out.device, lse.device, span)
 
     def wait(self) -> None:
         """Lets the computation go on only after all jobs."""

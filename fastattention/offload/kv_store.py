@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattention.attention.interface import fast_attn_with_kvcache
 from fastattention.attention.merge import merge_attn_states
 from fastattention.errors import ArgumentError, CacheFullError
-from fastattention.offload.cpu_attention_queue import CpuAttentionQueue, Results
+from fastattention.offload.cpu_attention_queue import CpuAttentionQueue, CpuResults
 from fastattention.offload.device import CpuWork, Device
 from fastattention.offload.eviction_order import eviction_order
 from fastattention.offload.host_memory import HostMemory
@@ -197,7 +197,7 @@ class CooperativeKVStore:
         )  # fmt: skip
         return out, lse
 
-    def _attend_on_cpu(self, q: Tensor, layer: Layer, begin: int, options: AttendOptions) -> Results:
+    def _attend_on_cpu(self, q: Tensor, layer: Layer, begin: int, options: AttendOptions) -> CpuResults:
         def prepare(q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> CpuWork:
             return layer.prepare_on_cpu(q, begin, options, out, lse, num_threads)
 
@@ -296,7 +296,7 @@ class CooperativeKVStore:
             )
 
 
-def _layer_timing(visit: Visit, on_cpu: Results | None) -> LayerTiming | None:
+def _layer_timing(visit: Visit, on_cpu: CpuResults | None) -> LayerTiming | None:
     """The timing of a visit whose uploads have all been issued; None without uploads or CPU work."""
     if on_cpu is None or not visit.uploads:
         return None

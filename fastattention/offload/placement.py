@@ -36,7 +36,10 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan. Times are predicted. `memory` is per GPU; its `cpu_kv` is that GPU's share of host memory."""
+    """Which layers keep their cache in host memory. Times are predicted.
+
+    `memory` is per GPU; its `cpu_kv` is that GPU's share of host memory.
+    """
 
     model: ModelShape
     hardware: Hardware
@@ -88,7 +91,7 @@ def place(
     - `quantized`: host memory holds int8 or float8 with a scale per token and head; layers on the GPU keep the model's
         dtype
 
-    With tensor parallelism, plan for one GPU: model.sharded(tp), hardware.shared(tp), and its share of cpu_memory.
+    With tensor parallelism, place for one GPU: model.sharded(tp), hardware.shared(tp), and its share of cpu_memory.
     Raises ArgumentError when nothing fits, with what to change.
     """
     wanted = read_policy(policy)
@@ -134,7 +137,7 @@ def _predict(policy: Policy, workload: OffloadWorkload, hardware: Hardware, budg
 
 
 def _choose(wanted: Policy | None, predictions: Mapping[Policy, StepPrediction]) -> tuple[Policy, int]:
-    """The policy of the plan and its layers on the CPU. Raises ArgumentError with the reason if there is none."""
+    """The policy and the number of layers on the CPU. Raises ArgumentError with the reason if there is none."""
     if predictions[Policy.RESIDENT].seconds is not None:
         return Policy.RESIDENT, 0
     asked = [wanted] if wanted else list(Policy)

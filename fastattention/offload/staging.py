@@ -38,7 +38,7 @@ class HostTokens(Protocol):
 
 
 @dataclass(eq=False)
-class Buffer:
+class StagingBuffer:
     """Memory on the device for a chunk, and the event after which it may be written."""
 
     pages: Pages
@@ -49,7 +49,7 @@ class Buffer:
 class StagedChunk(NamedTuple):
     """Tokens begin ... end - 1 of every sequence of a layer, in a buffer from `arrived` on."""
 
-    buffer: Buffer
+    buffer: StagingBuffer
     begin: int
     end: int
     arrived: Event
@@ -189,7 +189,7 @@ class Staging:
                 self._upload(visit, self._free[0])  # may fail, so the buffer stays free until then
                 self._free.popleft()
 
-    def _upload(self, visit: Visit, buffer: Buffer) -> None:
+    def _upload(self, visit: Visit, buffer: StagingBuffer) -> None:
         begin, end = visit.issued, min(visit.issued + self.tokens, visit.end)
         first, last = begin // self._page_size, end // self._page_size
         copies = []
@@ -214,16 +214,16 @@ class Staging:
             chunk = visit.chunks.popleft()
             self._give_back(chunk.buffer, chunk.arrived)
 
-    def _give_back(self, buffer: Buffer, free: Event) -> None:
+    def _give_back(self, buffer: StagingBuffer, free: Event) -> None:
         buffer.free = free
         self._free.append(buffer)
 
 
-def _buffer(device: Device, shape: PageShape, pages: int) -> Buffer:
+def _buffer(device: Device, shape: PageShape, pages: int) -> StagingBuffer:
     def allocate(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device.torch_device)
 
     # Earlier users of this memory may still be running. The table depends on the number of sequences.
-    return Buffer(
+    return StagingBuffer(
         allocate_pages(shape, pages, allocate), torch.empty(0, dtype=torch.int32, device="cpu"), device.mark()
     )

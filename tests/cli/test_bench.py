@@ -13,8 +13,8 @@ from tiers import deep, slow
 
 from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.measure import Measurement
-from fastattention.cli.bench.peaks import Limits
-from fastattention.cli.bench.report import Report, fastattention_speedup, fraction_of_limit
+from fastattention.cli.bench.peaks import PeakRates
+from fastattention.cli.bench.report import BenchReport, fastattention_speedup, fraction_of_limit
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.timing import Timing
 from fastattention.cli.bench.workload import BenchWorkload
@@ -25,9 +25,9 @@ SECONDS_KEYS = {"median", "lower_quartile", "upper_quartile", "calls"}
 
 
 @pytest.fixture
-def known_limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
+def known_limits(monkeypatch: pytest.MonkeyPatch) -> PeakRates:
     """Fixed limits, because measuring them takes seconds."""
-    limits = Limits(fma=100.0, bf16_dot=200.0, dram_read=10.0)
+    limits = PeakRates(fma=100.0, bf16_dot=200.0, dram_read=10.0)
     monkeypatch.setattr(sessions, "measure_limits", lambda: limits)
     return limits
 
@@ -51,7 +51,7 @@ def check_schema(report: dict[str, Any], question: str) -> None:
 
 @deep
 def test_bench_answers_every_question(
-    run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path
+    run_command: Callable[..., Finished], known_limits: PeakRates, tmp_path: Path
 ) -> None:
     exit_code, output = run_command("bench", "--quick", "--seqlen", 16, "--seconds", 0.01, "--output", "results")
     assert exit_code == 0
@@ -89,7 +89,7 @@ def test_unknown_question_is_refused(run_command: Callable[..., Finished]) -> No
 
 
 def test_without_matplotlib_there_is_json_and_a_hint(
-    run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: Callable[..., Finished], known_limits: PeakRates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions.importlib.util, "find_spec", lambda name: None)
     exit_code, output = run_command("bench", "overhead", "--seqlen", 16, "--seconds", 0, "--output", "results")
@@ -98,9 +98,11 @@ def test_without_matplotlib_there_is_json_and_a_hint(
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["overhead.json"]
 
 
-def make_report(*measurements: Measurement, limits: Limits) -> Report:
+def make_report(*measurements: Measurement, limits: PeakRates) -> BenchReport:
     machine = {"cpu": "CPU", "num_threads": 2, "versions": {"fastattention": "1", "torch": "2"}}
-    return Report("prefill", "rate", machine, limits, {"fastattention": "1", "torch SDPA": "2"}, list(measurements))
+    return BenchReport(
+        "prefill", "rate", machine, limits, {"fastattention": "1", "torch SDPA": "2"}, list(measurements)
+    )
 
 
 def test_speedup_and_fraction_are_those_of_the_medians() -> None:
@@ -108,11 +110,11 @@ def test_speedup_and_fraction_are_those_of_the_medians() -> None:
     ours = Measurement(workload, "fastattention", timing=Timing(1e-3, 1e-3, 1e-3, 3), max_error=0.0)
     peer = Measurement(workload, "torch SDPA", timing=Timing(5e-4, 4e-4, 9e-4, 3), max_error=0.0)
     assert ours.gbytes_per_s == pytest.approx(1.0)
-    assert fraction_of_limit(ours, Limits(dram_read=4.0)) == pytest.approx(0.25)
-    assert fraction_of_limit(ours, Limits(reason="unknown")) is None
+    assert fraction_of_limit(ours, PeakRates(dram_read=4.0)) == pytest.approx(0.25)
+    assert fraction_of_limit(ours, PeakRates(reason="unknown")) is None
     assert fastattention_speedup(peer, [ours, peer]) == pytest.approx(0.5)  # a loss stays visible
     assert fastattention_speedup(ours, [ours, peer]) is None
-    report = make_report(ours, peer, limits=Limits(dram_read=4.0))
+    report = make_report(ours, peer, limits=PeakRates(dram_read=4.0))
     assert [one["fastattention_speedup"] for one in report.to_json()["measurements"]] == [None, 0.5]
 
 

@@ -16,7 +16,7 @@ from fastattention.cli.bench.whole_model import command, decode
 from fastattention.cli.bench.whole_model import measure as measuring
 from fastattention.cli.bench.whole_model.build import build, find_config
 from fastattention.cli.bench.whole_model.measure import ATTENTIONS, OURS, SDPA, Cell, Effort, Figures, measure
-from fastattention.cli.bench.whole_model.report import Report, Row
+from fastattention.cli.bench.whole_model.report import ModelReport, Row
 from fastattention.errors import UnsupportedError
 
 from .conftest import Finished
@@ -142,7 +142,7 @@ def test_a_fault_of_ours_is_no_reason(model: Any, monkeypatch: pytest.MonkeyPatc
         measure(model, Cell(1, 4), Effort(rounds=1, num_steps=1))
 
 
-REPORT = Report(
+REPORT = ModelReport(
     "small", 2, "float32", Effort(2, 4), {"gpus": [], "cpu": "A CPU"},
     [Row(Cell(2, 100), {
         "eager": Figures(refused={"prefill": "out of memory"}),

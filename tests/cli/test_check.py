@@ -28,7 +28,7 @@ from fastattention.cli.bench import gpu, npu
 from fastattention.cli.check import command, facts, run, speeds
 from fastattention.cli.check.cases import CHECKS, Check, checks_of
 from fastattention.cli.check.privacy import Anonymiser
-from fastattention.cli.check.report import Report
+from fastattention.cli.check.report import CheckReport
 from fastattention.errors import UnsupportedError
 from fastattention.testing.calls import build_call
 from fastattention.testing.case import DenseCase, KvCacheCase
@@ -48,7 +48,7 @@ class Wrong(SdpaBackend):
 
     name = "tested"
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         return functools.partial(self.forward, problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
@@ -114,7 +114,7 @@ from fastattention.cli.check.cases import Check
 from fastattention.testing.case import DenseCase
 
 class Dies(SdpaBackend):
-    def plan(self, problem, inputs):
+    def make_call(self, problem, inputs):
         os.kill(os.getpid(), signal.SIGKILL)
 
 ATTENTION_BACKENDS.order["tested"] = "__main__:Dies"
@@ -334,7 +334,7 @@ def _speed_of_an_npu(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     monkeypatch.setattr(gpu, "interleaved_on_device", lambda calls, rounds, device: dict.fromkeys(calls, 1.0))
     monkeypatch.setattr(speeds, "SHAPES", ((64, True, 16),))
     monkeypatch.setattr(speeds, "TOKENS", 32)
-    report = Report(path, {})
+    report = CheckReport(path, {})
     speeds.run(report, "npu")
     (entry,) = report.entries
     return entry

@@ -14,20 +14,20 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastattention.cli import console
-from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.cli.choices import AttnImplementation, ModelDtype
 from fastattention.cli.generation import Events, generate_tokens
 from fastattention.cli.model_folder import LoadedModel, load_folder
 
 from .conftest import Finished
 
 
-def load(folder: Path, attention: Attention = Attention.EAGER) -> LoadedModel:
+def load(folder: Path, attention: AttnImplementation = AttnImplementation.EAGER) -> LoadedModel:
     return load_folder(folder, attention, ModelDtype.FLOAT32, "cpu")
 
 
-@pytest.mark.parametrize("attention", list(Attention), ids=lambda attention: attention.value)
+@pytest.mark.parametrize("attention", list(AttnImplementation), ids=lambda attention: attention.value)
 def test_generate_prints_the_prompt_its_continuation_and_both_speeds(
-    attention: Attention, run_command: Callable[..., Finished], byte_model: Path
+    attention: AttnImplementation, run_command: Callable[..., Finished], byte_model: Path
 ) -> None:
     loaded = load(byte_model)
     expected = loaded.codec.decode(generate_tokens(loaded, loaded.codec.encode("def f"), 12).tokens)
@@ -41,7 +41,7 @@ def test_generate_prints_the_prompt_its_continuation_and_both_speeds(
 
 
 def test_the_model_really_runs_with_the_chosen_attention(byte_model: Path) -> None:
-    for attention in Attention:
+    for attention in AttnImplementation:
         assert load(byte_model, attention).model.config._attn_implementation == attention.value
 
 
@@ -113,7 +113,7 @@ def test_wrong_arguments_are_explained(
 def test_unknown_attention_lists_the_known_ones(run_command: Callable[..., Finished], byte_model: Path) -> None:
     exit_code, output = run_command("generate", "--model", byte_model, "--prompt", "x", "--attn", "flash")
     assert exit_code == 2
-    assert all(attention.value in output for attention in Attention)
+    assert all(attention.value in output for attention in AttnImplementation)
 
 
 def test_a_folder_without_tokenizer_and_without_bytes_is_explained(

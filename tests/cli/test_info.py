@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastattention
-from fastattention import config
+from fastattention import environment
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli import machine
 from fastattention.cli.info import environment_variables
@@ -40,7 +40,7 @@ def test_info_gives_the_reason_of_a_backend_that_cannot_run(
 def test_info_shows_every_environment_variable_with_its_value(
     run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(config.__file__).read_text()
+    source = Path(environment.__file__).read_text()
     names = list(environment_variables())
     assert names
     assert all(source.count(f'os.environ.get("{name}")') == 1 for name in names)

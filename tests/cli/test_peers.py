@@ -9,7 +9,7 @@ import torch
 
 from fastattention.cli.bench.accuracy import max_error
 from fastattention.cli.bench.measure import measure
-from fastattention.cli.bench.peers import ALL_PEERS, FASTATTENTION, SDPA, Peer, Prepared
+from fastattention.cli.bench.peers import ALL_PEERS, FASTATTENTION, SDPA, Peer, PreparedPeer
 from fastattention.cli.bench.suite import overhead
 from fastattention.cli.bench.workload import DTYPES, BenchWorkload, make_tensors
 
@@ -69,7 +69,7 @@ def test_a_forgotten_mask_is_noticed() -> None:
 
 
 def test_a_peer_that_fails_says_why_and_stops_nobody() -> None:
-    def prepare(*_: object) -> Prepared:
+    def prepare(*_: object) -> PreparedPeer:
         raise RuntimeError("out of memory: tried 9 GiB\nand a long trace")
 
     broken = dataclasses.replace(SDPA, name="broken", prepare=prepare)

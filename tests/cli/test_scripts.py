@@ -16,7 +16,7 @@ from tiers import deep, slow
 
 from fastattention.backends.cpu.library import available_isas
 from fastattention.cli.bench import session as sessions
-from fastattention.cli.bench.peaks import Limits
+from fastattention.cli.bench.peaks import PeakRates
 
 pytestmark = slow
 
@@ -50,7 +50,7 @@ def read(path: Path) -> Any:
 def test_script_writes_numbers_and_a_picture(
     name: str, question: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "measure_limits", lambda: Limits(fma=100.0, bf16_dot=200.0, dram_read=10.0))
+    monkeypatch.setattr(sessions, "measure_limits", lambda: PeakRates(fma=100.0, bf16_dot=200.0, dram_read=10.0))
     load_script(name).main(**sizes, seconds=0.0, output=tmp_path)
     measurements = read(tmp_path / f"{question}.json")["measurements"]
     assert {one["peer"] for one in measurements} >= {"fastattention"}

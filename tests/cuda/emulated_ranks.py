@@ -17,7 +17,7 @@ from fastattention.distributed.transports.all_reduce import (
     MOST_RANKS,
     PACKET_BYTES,
     AllReduceConfig,
-    Flags,
+    FlagLayout,
     make_params,
 )
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -27,7 +27,7 @@ GUARD = 64  # bytes that stay NaN, before and after what a call may write
 MOST_BYTES = 1 << 28  # of shared memory, of which the system gives what is used
 
 
-class Call(NamedTuple):
+class AllReduceCall(NamedTuple):
     """One launch on every rank."""
 
     count: int
@@ -56,10 +56,12 @@ class SharedMemory:
 class Rank:
     """The memory of one rank. Calls use `parts`, one after the other; these and results begin and end with GUARD."""
 
-    def __init__(self, memory: SharedMemory, calls: Sequence[Call], dtype: torch.dtype, first_step: int) -> None:
+    def __init__(
+        self, memory: SharedMemory, calls: Sequence[AllReduceCall], dtype: torch.dtype, first_step: int
+    ) -> None:
         more = 2 * GUARD // dtype.itemsize + 8
         most = max(call.count for call in calls) + more
-        self.flags = memory.take(Flags.COUNT, torch.int32).fill_(first_step)
+        self.flags = memory.take(FlagLayout.COUNT, torch.int32).fill_(first_step)
         self.parts = memory.take(most, dtype)
         self.computed = [memory.take(call.count, dtype).copy_(torch.randn(call.count)) for call in calls]
         self.parts_after = [memory.take(most, dtype) for _ in calls]
@@ -77,7 +79,7 @@ class Rank:
 class Host:
     """As many ranks as a variant has, and the calls that they make."""
 
-    def __init__(self, variant: AllReduceConfig, calls: Sequence[Call], first_step: int = 0) -> None:
+    def __init__(self, variant: AllReduceConfig, calls: Sequence[AllReduceCall], first_step: int = 0) -> None:
         """first_step: the first step of the flags, as if this many steps had been made before."""
         self.variant, self.calls, self.first_step = variant, calls, first_step
         memory = SharedMemory()
@@ -103,9 +105,9 @@ class Host:
 
     def _await_others(self, rank: int) -> None:
         """Waits until the first CTA of every other rank is one step ahead, or a timeout."""
-        deadline, before = time.monotonic_ns() + TIMEOUT, self.ranks[rank].flag(Flags.STEPS)
+        deadline, before = time.monotonic_ns() + TIMEOUT, self.ranks[rank].flag(FlagLayout.STEPS)
         for other in range(len(self.ranks)):
-            while other != rank and self.ranks[rank].flag(Flags.ARRIVALS + other) == before:
+            while other != rank and self.ranks[rank].flag(FlagLayout.ARRIVALS + other) == before:
                 if time.monotonic_ns() > deadline:
                     raise TimeoutError(f"rank {other} waits for no other")
                 os.sched_yield()
@@ -146,11 +148,11 @@ class Host:
 
     def _flags_after(self, rank: int) -> Tensor:
         """The flags of a rank: the steps of each CTA, and those of other ranks' CTAs with the same index."""
-        flags = torch.full((Flags.COUNT,), self.first_step, dtype=torch.int32)
+        flags = torch.full((FlagLayout.COUNT,), self.first_step, dtype=torch.int32)
         for call in self.calls:
             for cta in range(call.num_ctas):
                 others = [cta * MOST_RANKS + other for other in range(len(self.ranks)) if other != rank]
-                flags[[*others, Flags.STEPS + cta]] += 2 if call.one_shot else 3
+                flags[[*others, FlagLayout.STEPS + cta]] += 2 if call.one_shot else 3
         return flags
 
 

@@ -22,8 +22,8 @@ from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Mer
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, MergeConfig
+from fastattention.backends.cuda.attention.launches import Launches
 from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
-from fastattention.backends.cuda.attention.plan import Plan
 from fastattention.backends.cuda.attention.scratch import Scratch
 from fastattention.gpu_runtime.cache import HEADERS, hash_sources
 from fastattention.gpu_runtime.chips import CHIPS, Limits
@@ -292,7 +292,7 @@ class EmulatedCudaBackend(CudaBackend):
     reports: list[Report]  # one for each launch of the last call, or merge
     counters: Tensor
     scratch: Scratch  # scratch memory of the last decode
-    newest: Plan
+    newest: Launches
 
     def why_unavailable(self) -> str | None:
         return None
@@ -306,8 +306,8 @@ class EmulatedCudaBackend(CudaBackend):
     def _limits(self, problem: Problem | MergeProblem) -> Limits:
         return self.limits
 
-    def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
-        self.newest = super()._plan(problem, values_in_keys)
+    def _launches(self, problem: Problem, values_in_keys: bool = False) -> Launches:
+        self.newest = super()._launches(problem, values_in_keys)
         return self.newest
 
     def _launcher(self, launch: KernelLaunch, problem: Problem | MergeProblem) -> Callable[[Params], None]:
@@ -339,7 +339,7 @@ class EmulatedCudaBackend(CudaBackend):
         self.reports = []
         return super().merge(problem, outs, lses)
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         return functools.partial(self.forward, problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:

@@ -31,7 +31,7 @@ from fastattention.backends.cuda.attention.variants import (
     variants_of,
 )
 from fastattention.backends.cuda.common.arch import MAX_REGISTERS
-from fastattention.backends.cuda.linear.config import step_variants
+from fastattention.backends.cuda.linear.step_config import step_variants
 from fastattention.distributed.transports.all_reduce import MOST_RANKS, AllReduceConfig, usual_configs
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import compiler

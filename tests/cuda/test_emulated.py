@@ -28,7 +28,7 @@ from fastattention.attention.validation import lengths as lengths_module
 from fastattention.backends.cuda.attention import heuristics
 from fastattention.backends.cuda.attention.config import AppendConfig, KernelConfig
 from fastattention.backends.cuda.attention.decode_heuristics import is_decode
-from fastattention.backends.cuda.attention.plan import make_plan
+from fastattention.backends.cuda.attention.launches import choose_launches
 from fastattention.backends.cuda.attention.variants import variants_of
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.variant import Variant
@@ -92,9 +92,9 @@ def variants_for(run: Run) -> set[Variant]:
     """The kernels that a run needs."""
     problem, limits = problem_of(run.case, run.dtype), run.backend.limits
     values_in_keys = run.case.values_in_keys and problem.cache_dtype is None
-    plan = make_plan(problem, limits.arch, limits, values_in_keys)
-    append = [] if plan.append is None else [plan.append]
-    return {step.variant for step in (*append, *plan.attention)}
+    launches = choose_launches(problem, limits.arch, limits, values_in_keys)
+    append = [] if launches.append is None else [launches.append]
+    return {step.variant for step in (*append, *launches.attention)}
 
 
 @slow

@@ -16,7 +16,7 @@ from tiers import covering, tier_of
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.validation import lengths
 from fastattention.backends.common.gradients import COMPUTED
-from fastattention.backends.cuda.attention.backward import make_backward_plan
+from fastattention.backends.cuda.attention.backward import choose_backward_launches
 from fastattention.backends.cuda.attention.config import BackwardConfig, DeltaConfig
 from fastattention.backends.cuda.attention.variants import training_variants_of
 from fastattention.gpu_runtime.variant import Variant
@@ -48,8 +48,8 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
         problem = problem_of(run.case, run.dtype)
         problem = replace(problem, grads=present(run.case, COMPUTED))
         if run.backend is backend and backend().why_not(problem) is None:
-            plan = make_backward_plan(problem, backend.limits.arch, backend.limits)
-            ran |= {plan.delta.variant, *(step.config for step in plan.passes)}
+            launches = choose_backward_launches(problem, backend.limits.arch, backend.limits)
+            ran |= {launches.delta.variant, *(step.config for step in launches.passes)}
     wanted = [one for one in training_variants_of(backend.limits) if isinstance(one, BackwardConfig | DeltaConfig)]
     assert [one.name for one in wanted if one not in ran and not getattr(one, "drops", False)] == []
 

@@ -17,9 +17,9 @@ from tiers import covering, sampled, tier_of
 from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
+from fastattention.backends.cuda.linear.chunk_call import ChunkedCall
 from fastattention.backends.cuda.linear.chunk_config import ChunkVariant
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
-from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
 from fastattention.backends.cuda.linear.params import ChunkParams
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.chips import CHIPS, Limits

@@ -14,8 +14,8 @@ from linear.cases import CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
 
-from fastattention.backends.cuda.linear.config import DTYPES, StepConfig, step_variants
-from fastattention.backends.cuda.linear.heuristics import choose_step
+from fastattention.backends.cuda.linear.step_config import DTYPES, StepConfig, step_variants
+from fastattention.backends.cuda.linear.step_heuristics import choose_step
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase
@@ -52,7 +52,7 @@ def prepared(case: LinearCase, dtype: torch.dtype, offset: int = 0) -> tuple[Lin
 
 
 def attend(problem: LinearProblem, inputs: LinearInputs, tiles: str = "wide") -> LinearOutput:
-    return EmulatedLinear(SMS[tiles]).plan(problem, inputs)(inputs)
+    return EmulatedLinear(SMS[tiles]).make_call(problem, inputs)(inputs)
 
 
 def assert_equal(one: LinearOutput, other: LinearOutput) -> None:
@@ -138,7 +138,7 @@ def test_inputs_are_left_as_they_are() -> None:
 def test_a_plan_serves_other_numbers_at_other_addresses() -> None:
     case = CASES["delta-one-token"]
     problem, inputs = prepared(case, torch.float16)
-    call = EmulatedLinear(num_sms=1).plan(problem, inputs)
+    call = EmulatedLinear(num_sms=1).make_call(problem, inputs)
     for _ in range(2):
         other = LinearInputs(*(None if x is None else x.flip(0) for x in guarded(inputs, offset=3)))
         check(problem, other, call(other))
@@ -163,7 +163,7 @@ def test_one_token_after_the_other_is_all_at_once() -> None:
 def test_nothing_is_launched_for_nothing(case: LinearCase) -> None:
     problem, inputs = prepared(case, torch.float16)
     backend = EmulatedLinear(num_sms=1)
-    result = backend.plan(problem, inputs)(inputs)
+    result = backend.make_call(problem, inputs)(inputs)
     assert result.out.shape == problem.out_shape
     assert result.final_state is not None
     assert result.final_state.shape == problem.state_shape
@@ -174,7 +174,7 @@ def test_nothing_is_launched_for_nothing(case: LinearCase) -> None:
 def test_shared_memory_has_no_bank_conflicts(tiles: str) -> None:
     problem, inputs = prepared(LinearCase(seqlen=3, headdim_k=128), torch.float16)
     backend = EmulatedLinear(SMS[tiles])
-    backend.plan(problem, inputs)(inputs)
+    backend.make_call(problem, inputs)(inputs)
     (report,) = backend.reports
     for wavefronts in (report.loads, report.stores):
         assert wavefronts.counted == wavefronts.ideal > 0

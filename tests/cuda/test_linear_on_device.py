@@ -12,7 +12,7 @@ from linear.check import check
 from torch import Tensor
 
 from fastattention import UnsupportedError
-from fastattention.backends.cuda.linear.config import DTYPES
+from fastattention.backends.cuda.linear.step_config import DTYPES
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla
 from fastattention.linear.backend import LINEAR_BACKENDS
@@ -45,7 +45,7 @@ def test_results_are_right_and_repeat(
     problem, inputs = prepare(case.tensors(dtype, "cuda"), case.options(chunked))
     if (reason := backend.why_not(problem)) is not None:
         pytest.skip(reason)
-    call = backend.plan(problem, inputs)
+    call = backend.make_call(problem, inputs)
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
         result, again = call(inputs), call(inputs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.backends.cuda.attention.call import PlannedCall
+from fastattention.backends.cuda.attention.call import AttentionCall
 
 CAPACITY = 90
 
@@ -83,7 +83,7 @@ def test_values_that_leave_the_keys_are_read_where_they_are() -> None:
     for values in (keys, others, keys):
         call = prepare_kvcache(KvCacheArguments(q, keys, values[..., :256], cache_seqlens=lengths), Options())
         first = prepare_kvcache(KvCacheArguments(q, keys, keys[..., :256], cache_seqlens=lengths), Options())
-        serve = CudaBackend.plan(backend, *first)
+        serve = CudaBackend.make_call(backend, *first)
         expected = torch.nn.functional.scaled_dot_product_attention(
             q.double().transpose(1, 2),
             *(x.double().transpose(1, 2).expand(-1, 16, -1, -1) for x in (keys, values[..., :256])),
@@ -97,8 +97,8 @@ def test_a_plan_copies_what_is_not_aligned_in_every_call() -> None:
     memory = [torch.randn(1 + 8 * 2 * 32, generator=generator).half() for _ in range(3)]
     backend = EmulatedSm80()
     aligned = [x[:-1].view(1, 8, 2, 32) for x in memory]
-    serve = CudaBackend.plan(backend, *prepare_dense(*aligned, Options()))
-    assert isinstance(serve, PlannedCall)
+    serve = CudaBackend.make_call(backend, *prepare_dense(*aligned, Options()))
+    assert isinstance(serve, AttentionCall)
     backend.reports = []
     for offset in (0, 1, 0):
         q, k, v = (x[offset : offset + 512].view(1, 8, 2, 32) for x in memory)

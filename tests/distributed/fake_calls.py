@@ -20,7 +20,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 AROUND = 16  # elements before and after a result, which must not change
 
 
-class Call(NamedTuple):
+class FakeCall(NamedTuple):
     """A call: rows of each block, and their values."""
 
     blocks: tuple[int, ...]
@@ -33,24 +33,24 @@ class Call(NamedTuple):
 
 
 CALLS = {
-    "even": Call((8, 8, 8), 16, BRAIN),
-    "uneven": Call((5, 23, 1, 7), 37, BRAIN),
-    "one block": Call((33,)),
-    "one block of a few hundred KiB": Call((150,), 501, SINGLE),
-    "two blocks": Call((2, 33), 40, SINGLE),
-    "less than a share": Call((1, 1, 2), 3),
-    "one number": Call((1,), 1, BRAIN),
-    "many blocks": Call((1, 3, 2) * 7, 5),
-    "more than a granule": Call((700, 300, 200), 500, SINGLE),
+    "even": FakeCall((8, 8, 8), 16, BRAIN),
+    "uneven": FakeCall((5, 23, 1, 7), 37, BRAIN),
+    "one block": FakeCall((33,)),
+    "one block of a few hundred KiB": FakeCall((150,), 501, SINGLE),
+    "two blocks": FakeCall((2, 33), 40, SINGLE),
+    "less than a share": FakeCall((1, 1, 2), 3),
+    "one number": FakeCall((1,), 1, BRAIN),
+    "many blocks": FakeCall((1, 3, 2) * 7, 5),
+    "more than a granule": FakeCall((700, 300, 200), 500, SINGLE),
 }
 
 
-def part_of(rank: int, call: Call, number: int = 0) -> Tensor:
+def part_of(rank: int, call: FakeCall, number: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randn(sum(call.blocks), call.hidden, generator=generator).to(call.dtype)
 
 
-def summed(host: Host, call: Call, number: int = 0) -> Tensor:
+def summed(host: Host, call: FakeCall, number: int = 0) -> Tensor:
     """The float32 sum in the order of ranks, rounded once. A ring starts after the owner, and each rank rounds."""
     parts = [part_of(rank, call, number) for rank in range(host.size)]
     if host.kind is not RingProduct:
@@ -68,7 +68,7 @@ def sum_on(
     transport: PeerToPeer,
     rank: int,
     stream: Stream,
-    call: Call,
+    call: FakeCall,
     number: int = 0,
     *,
     fails_at: int | None = None,
@@ -97,7 +97,7 @@ def sum_on(
     return found
 
 
-def check_all(ranks: Sequence[Sequence[Tensor]], host: Host, calls: Sequence[Call]) -> None:
+def check_all(ranks: Sequence[Sequence[Tensor]], host: Host, calls: Sequence[FakeCall]) -> None:
     """Checks that streams have read the sums of calls 0, 1, ... on all ranks, and nothing around them was written."""
     for number, (call, *results) in enumerate(zip(calls, *ranks, strict=True)):
         expected = summed(host, call, number)
@@ -107,7 +107,9 @@ def check_all(ranks: Sequence[Sequence[Tensor]], host: Host, calls: Sequence[Cal
             assert (found[-AROUND:] == 7.0).all()
 
 
-def check_calls(host: Host, calls: Sequence[Call], look: Callable[[Any], Any] = lambda transport: None) -> list[Any]:
+def check_calls(
+    host: Host, calls: Sequence[FakeCall], look: Callable[[Any], Any] = lambda transport: None
+) -> list[Any]:
     """Checks that calls in a row are right on every rank. Returns look(transport) after each, by rank."""
 
     def task(transport: PeerToPeer, rank: int, stream: Stream) -> list[tuple[Tensor, Any]]:
@@ -119,7 +121,7 @@ def check_calls(host: Host, calls: Sequence[Call], look: Callable[[Any], Any] = 
 
 
 def sum_on_two_streams(
-    host: Host, transport: PeerToPeer, rank: int, call: Call, modes: Sequence[bool]
+    host: Host, transport: PeerToPeer, rank: int, call: FakeCall, modes: Sequence[bool]
 ) -> Iterator[Tensor]:
     """Makes calls in a row on two streams in turn, in inference mode where `modes` say so."""
     streams = host.here.streams

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastattention.attention.reference import reference_attention
 from fastattention.distributed import (
-    attention_linear,
-    attention_linear_allreduce,
-    attention_linear_allreduce_with_kvcache,
+    attention_out_proj,
+    attention_out_proj_allreduce,
+    attention_out_proj_allreduce_with_kvcache,
 )
 from fastattention.testing.calls import Call, build_call
 from fastattention.testing.case import DenseCase, KvCacheCase
@@ -30,7 +30,7 @@ class Sum:
     """A case of attention, with different values on every rank, and the blocks of its rows."""
 
     case: DenseCase | KvCacheCase
-    plan: tuple[int, ...] | str
+    partition: tuple[int, ...] | str
     dtype: torch.dtype = torch.float32
     bias: bool = False
     hidden: int = HIDDEN
@@ -57,11 +57,11 @@ def arguments_of(one: Sum, device: str = "cpu") -> tuple[Callable[..., Tensor], 
     call, w_o = one.part(dist.get_rank())
     bias = one.bias_tensor()
     arguments = dict(call.arguments if device == "cpu" else moved(call, device).arguments)
-    arguments |= {"w_o": w_o.to(device), "bias": None if bias is None else bias.to(device), "plan": one.plan}
+    arguments |= {"w_o": w_o.to(device), "bias": None if bias is None else bias.to(device), "partition": one.partition}
     if isinstance(one.case, DenseCase):
-        return attention_linear_allreduce, arguments
+        return attention_out_proj_allreduce, arguments
     del arguments["rotary_interleaved"], arguments["num_splits"]
-    return attention_linear_allreduce_with_kvcache, arguments
+    return attention_out_proj_allreduce_with_kvcache, arguments
 
 
 def run_part(one: Sum, device: str = "cpu", **changes: Any) -> Tensor:
@@ -72,12 +72,12 @@ def run_part(one: Sum, device: str = "cpu", **changes: Any) -> Tensor:
 
 @torch.no_grad()
 def run_repeated(one: Sum, device: str = "cpu", **changes: Any) -> list[Tensor]:
-    """A call whose strategy is agreed on, and a repeated one with twice the values, which is known by its signature."""
+    """A call on which the ranks agree, and a repeated one with twice the values, which is known by its signature."""
     function, arguments = arguments_of(one, device)
-    assert function is attention_linear_allreduce
+    assert function is attention_out_proj_allreduce
     doubled = {name: value * 2.0 for name, value in arguments.items() if name in ("w_o", "bias") and value is not None}
     outs = [function(**arguments | changes)]
-    with mock.patch.object(attention_linear, "prepare_dense", side_effect=AssertionError("checked again")):
+    with mock.patch.object(attention_out_proj, "prepare_dense", side_effect=AssertionError("checked again")):
         outs.append(function(**arguments | doubled | changes))
     return [out.cpu() for out in outs]
 

@@ -133,9 +133,9 @@ def run_twice(one: Sum) -> torch.Tensor:
         return run_part(one)
 
 
-@pytest.mark.parametrize("plan", ["auto", (5, 19)], ids=["auto", "given"])
-def test_a_known_call_communicates_its_sums_alone(team: Team, plan: tuple[int, ...] | str) -> None:
-    one = Sum(CASE, plan)
+@pytest.mark.parametrize("partition", ["auto", (5, 19)], ids=["auto", "given"])
+def test_a_known_call_communicates_its_sums_alone(team: Team, partition: tuple[int, ...] | str) -> None:
+    one = Sum(CASE, partition)
     check(one, team.run(run_twice, one))
 
 
@@ -148,7 +148,7 @@ def files_of_a_known_call(one: Sum) -> set[str]:
 
 def test_a_known_call_enters_few_files(team: Team) -> None:
     for entered in team.run(files_of_a_known_call, AUTO):
-        assert {"distributed/transports/c10d.py", "backends/cpu/attention/plan.py"} <= entered
+        assert {"distributed/transports/c10d.py", "backends/cpu/attention/call.py"} <= entered
         assert len(entered) <= 12, sorted(entered)
 
 
@@ -168,7 +168,7 @@ def run_refused(one: Sum, other: Sum, odd_rank: int, transport: str = "auto") ->
         (Sum(CASE, (4, 20), bias=True), ("rank 2 has has_bias=True", "rank 0 has has_bias=False")),
         (Sum(CASE, (4, 20), hidden=20), ("rank 2 has hidden=20", "rank 0 has hidden=40")),
     ],
-    ids=["shape", "mask", "plan", "auto", "dtype", "bias", "hidden"],
+    ids=["shape", "mask", "partition", "auto", "dtype", "bias", "hidden"],
 )
 def test_ranks_that_differ_all_fail_before_any_sum_and_are_named(team: Team, other: Sum, says: tuple[str, ...]) -> None:
     team.run(forget)
@@ -218,9 +218,9 @@ def test_pairs_of_ranks_agree_and_sum_by_themselves(team: Team) -> None:
 # --- transports and graphs ---
 
 
-@pytest.mark.parametrize(("transport", "plan"), [("ring_product", (4, 20)), ("peer_kernel", "auto")])
-def test_a_transport_of_gpus_refuses_processes(team: Team, transport: str, plan: tuple[int, ...] | str) -> None:
-    one = Sum(CASE, plan)
+@pytest.mark.parametrize(("transport", "partition"), [("ring_product", (4, 20)), ("peer_kernel", "auto")])
+def test_a_transport_of_gpus_refuses_processes(team: Team, transport: str, partition: tuple[int, ...] | str) -> None:
+    one = Sum(CASE, partition)
     for error in team.outcomes(run_refused, one, one, 0, transport):
         assert isinstance(error, UnsupportedError)
         reason = f"{transport}: it is for GPUs, and tensors are on cpu"

@@ -14,7 +14,7 @@ from fastattention.distributed.transports.all_reduce import (
     PACKET_BYTES,
     WARPS,
     AllReduceConfig,
-    Flags,
+    FlagLayout,
     choose_config,
     ctas_for,
     make_params,
@@ -98,6 +98,6 @@ def test_parameters_are_those_of_the_call(one_shot: bool) -> None:
     assert list(params.parts) == [1600, 3200, 4800, *unused]
     assert list(params.arrivals) == [100, 10_000, 20_000, *unused]
     assert (params.out, params.steps) == (None, 10_000 + 4 * MOST_CTAS * MOST_RANKS)
-    assert Flags.COUNT == MOST_CTAS * (MOST_RANKS + 1)
+    assert FlagLayout.COUNT == MOST_CTAS * (MOST_RANKS + 1)
     assert (params.count, params.num_ctas, params.rank) == (9, 6, 1)
     assert (params.timeout, params.one_shot) == (1234, int(one_shot))

@@ -16,8 +16,8 @@ from distributed.sums import Sum, check, run_part
 from fastattention import ArgumentError, UnsupportedError, explain
 from fastattention.distributed import (
     agreement,
-    attention_linear_allreduce,
-    attention_linear_allreduce_with_kvcache,
+    attention_out_proj_allreduce,
+    attention_out_proj_allreduce_with_kvcache,
     object_collectives,
 )
 from fastattention.testing.case import DenseCase
@@ -62,14 +62,18 @@ WRONG = refusals(
     Refusal("out-shape", {"out": torch.zeros(2, 6, HIDDEN + 1)}, ("out", "(2, 6, 10)", "(2, 6, 11)")),
     Refusal("out-dtype", {"out": torch.zeros(2, 6, HIDDEN, dtype=torch.float64)}, ("out", "float64", "float32")),
     Refusal("out-strided", {"out": torch.zeros(2, HIDDEN, 6).mT}, ("out", "contiguous", "(60, 1, 6)")),
-    Refusal("plan-name", {"plan": "fast"}, ("plan='fast'", '"auto"')),
-    Refusal("plan-number", {"plan": 12}, ("plan=12", '"auto"', "sequence")),
-    Refusal("plan-sum", {"plan": [6, 5]}, ("plan=[6, 5]", "batch_size * seqlen_q = 12", "11")),
-    Refusal("plan-not-positive", {"plan": [12, 0]}, ("plan=[12, 0]", "positive")),
-    Refusal("plan-negative", {"plan": [13, -1]}, ("plan=[13, -1]", "positive")),
-    Refusal("plan-empty", {"plan": []}, ("plan=[]", "12")),
-    Refusal("plan-not-integers", {"plan": [6.0, 6.0]}, ("plan", "integers", "6.0")),
-    Refusal("plan-within-alibi", {"plan": [6, 3, 3], "alibi_slopes": torch.ones(4)}, ("plan", "row 9", "seqlen_q=6")),
+    Refusal("partition-name", {"partition": "fast"}, ("partition='fast'", '"auto"')),
+    Refusal("partition-number", {"partition": 12}, ("partition=12", '"auto"', "sequence")),
+    Refusal("partition-sum", {"partition": [6, 5]}, ("partition=[6, 5]", "batch_size * seqlen_q = 12", "11")),
+    Refusal("partition-not-positive", {"partition": [12, 0]}, ("partition=[12, 0]", "positive")),
+    Refusal("partition-negative", {"partition": [13, -1]}, ("partition=[13, -1]", "positive")),
+    Refusal("partition-empty", {"partition": []}, ("partition=[]", "12")),
+    Refusal("partition-not-integers", {"partition": [6.0, 6.0]}, ("partition", "integers", "6.0")),
+    Refusal(
+        "partition-within-alibi",
+        {"partition": [6, 3, 3], "alibi_slopes": torch.ones(4)},
+        ("partition", "row 9", "seqlen_q=6"),
+    ),
     Refusal("transport", {"transport": "pigeon"}, ("transport='pigeon'", "'auto'", "'c10d', 'ring_product', 'pe")),
     Refusal("transport-no-name", {"transport": ["c10d"]}, ("transport=['c10d']", "'auto'")),
     Refusal("backend", {"backend": "abacus"}, ("backend='abacus'", "'auto'")),
@@ -87,22 +91,22 @@ WRONG = refusals(
 @WRONG
 def test_dense_refuses(not_alone: None, refusal: Refusal) -> None:
     out = torch.full((2, 6, HIDDEN), 7.0)
-    assert_refused(lambda: attention_linear_allreduce(**(dense(out=out) | refusal.changes)), refusal)
+    assert_refused(lambda: attention_out_proj_allreduce(**(dense(out=out) | refusal.changes)), refusal)
     assert (out == 7.0).all()
 
 
 @WRONG
 def test_explaining_refuses(not_alone: None, refusal: Refusal) -> None:
-    assert_refused(lambda: explain(**dense(**refusal.changes), function=attention_linear_allreduce), refusal)
+    assert_refused(lambda: explain(**dense(**refusal.changes), function=attention_out_proj_allreduce), refusal)
 
 
 def test_explaining_communicates_nothing(not_alone: None) -> None:
-    assert explain(**dense(), function=attention_linear_allreduce).backend == "cpu"
+    assert explain(**dense(), function=attention_out_proj_allreduce).backend == "cpu"
 
 
 @WRONG
 def test_with_kvcache_refuses(not_alone: None, refusal: Refusal) -> None:
-    assert_refused(lambda: attention_linear_allreduce_with_kvcache(**cached(**refusal.changes)), refusal)
+    assert_refused(lambda: attention_out_proj_allreduce_with_kvcache(**cached(**refusal.changes)), refusal)
 
 
 @refusals(
@@ -116,29 +120,29 @@ def test_with_kvcache_refuses(not_alone: None, refusal: Refusal) -> None:
     ),
 )
 def test_arguments_of_attention_are_refused_as_ever(not_alone: None, refusal: Refusal) -> None:
-    assert_refused(lambda: attention_linear_allreduce(**dense(**refusal.changes)), refusal)
+    assert_refused(lambda: attention_out_proj_allreduce(**dense(**refusal.changes)), refusal)
 
 
 def test_lengths_of_a_cache_are_refused_as_ever(not_alone: None) -> None:
     with pytest.raises(ArgumentError, match=r"cache_seqlens\[1\]=8 is out of range"):
-        attention_linear_allreduce_with_kvcache(**cached(cache_seqlens=torch.tensor([7, 8], dtype=torch.int32)))
+        attention_out_proj_allreduce_with_kvcache(**cached(cache_seqlens=torch.tensor([7, 8], dtype=torch.int32)))
 
 
 def test_a_call_that_no_backend_serves_is_refused_before_it_communicates(not_alone: None) -> None:
     with pytest.raises(UnsupportedError, match="cuda:"):
-        attention_linear_allreduce(**dense(backend="cuda"))
+        attention_out_proj_allreduce(**dense(backend="cuda"))
 
 
 def test_without_torch_distributed_the_error_says_what_to_do() -> None:
     with pytest.raises(ArgumentError, match="is not initialized; call init_process_group first"):
-        attention_linear_allreduce(**dense())
+        attention_out_proj_allreduce(**dense())
 
 
 def test_a_group_that_has_been_destroyed_is_refused(alone: None) -> None:
     group = dist.new_group([0])
     dist.destroy_process_group(group)
     with pytest.raises(ArgumentError, match=r"group has been destroyed; .*, or None after init_process_group"):
-        attention_linear_allreduce(**dense(group=group))
+        attention_out_proj_allreduce(**dense(group=group))
 
 
 def test_a_group_without_a_backend_for_the_device_is_refused_at_once(alone: None) -> None:
@@ -149,19 +153,19 @@ def test_a_group_without_a_backend_for_the_device_is_refused_at_once(alone: None
         mock.patch.object(object_collectives.dist, "all_gather_object", silent),
         pytest.raises(ArgumentError, match="group has no backend for tensors on cpu; its backends are cpu:gloo"),
     ):
-        attention_linear_allreduce(**dense())
+        attention_out_proj_allreduce(**dense())
 
 
 def test_fake_tensors_of_a_gpu_are_refused_where_there_is_none(not_alone: None) -> None:
     with FakeTensorMode():
         fakes = {name: torch.empty(value.shape, device="cuda") for name, value in dense().items()}
     with pytest.raises(ArgumentError, match="q is FakeTensor on cuda:0"):
-        attention_linear_allreduce(**fakes)
+        attention_out_proj_allreduce(**fakes)
 
 
-@pytest.mark.parametrize("plan", ["auto", [5, 7]], ids=["auto", "given"])
-def test_a_single_rank_computes_alone(alone: None, plan: Any) -> None:
-    one = Sum(DenseCase(name="alone", batch_size=2, seqlen_q=6, seqlen_k=9, causal=True), plan, bias=True)
+@pytest.mark.parametrize("partition", ["auto", [5, 7]], ids=["auto", "given"])
+def test_a_single_rank_computes_alone(alone: None, partition: Any) -> None:
+    one = Sum(DenseCase(name="alone", batch_size=2, seqlen_q=6, seqlen_k=9, causal=True), partition, bias=True)
     check(one, [run_part(one)])
 
 
@@ -169,7 +173,7 @@ def test_parameters_are_welcome_where_no_gradient_is_recorded(alone: None) -> No
     weight = torch.nn.Parameter(dense()["w_o"])
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            out = attention_linear_allreduce(**dense(w_o=weight))
+            out = attention_out_proj_allreduce(**dense(w_o=weight))
         assert not out.requires_grad
 
 
@@ -177,6 +181,6 @@ def test_parameters_are_welcome_where_no_gradient_is_recorded(alone: None) -> No
 def test_no_rows_need_no_sum(not_alone: None, batch_size: int, seqlen_q: int) -> None:
     arguments = dense(bias=torch.ones(HIDDEN))
     empty = {name: arguments[name][:batch_size] for name in ("k", "v")} | {"q": arguments["q"][:batch_size, :seqlen_q]}
-    for plan in ("auto", []):
-        out = attention_linear_allreduce(**arguments | empty, plan=plan)
+    for partition in ("auto", []):
+        out = attention_out_proj_allreduce(**arguments | empty, partition=partition)
         assert out.shape == (batch_size, seqlen_q, HIDDEN)

@@ -18,7 +18,7 @@ from unit.refusals import Refusal, assert_refused
 
 from distributed.test_arguments import HIDDEN, WRONG, dense
 from fastattention import ArgumentError, UnsupportedError, explain, fast_attn_func
-from fastattention.distributed import agreement, attention_linear, attention_linear_allreduce
+from fastattention.distributed import agreement, attention_out_proj, attention_out_proj_allreduce
 from fastattention.distributed.agreement import Agreed, Agreement, Key
 from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import Partition
@@ -60,7 +60,7 @@ def known(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agreement]:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Fails the test for any call that is checked."""
-    with mock.patch.object(attention_linear, "prepare_dense", side_effect=AssertionError("checked")):
+    with mock.patch.object(attention_out_proj, "prepare_dense", side_effect=AssertionError("checked")):
         yield
 
 
@@ -107,14 +107,14 @@ OTHERS: dict[str, dict[str, Any]] = {name: KINDS[name] for name in KINDS if name
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_a_call_like_an_earlier_one_is_right_and_not_checked_again(known: Agreement, changes: dict[str, Any]) -> None:
-    attention_linear_allreduce(**dense(**changes))
+    attention_out_proj_allreduce(**dense(**changes))
     (signature,) = known.calls
     again = copy.deepcopy(dense(**changes))
     for value in again.values():
         if isinstance(value, Tensor):
             value.normal_()
     with unchecked():
-        out = attention_linear_allreduce(**again)
+        out = attention_out_proj_allreduce(**again)
     assert out is again.pop("out", out)
     assert list(known.calls) == [signature]
     check(out, again)
@@ -122,22 +122,22 @@ def test_a_call_like_an_earlier_one_is_right_and_not_checked_again(known: Agreem
 
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 def test_a_call_of_another_signature_is_checked_or_refused(known: Agreement, changes: dict[str, Any]) -> None:
-    attention_linear_allreduce(**FULL)
+    attention_out_proj_allreduce(**FULL)
     with unchecked():
-        attention_linear_allreduce(**FULL)
+        attention_out_proj_allreduce(**FULL)
     with unchecked(), pytest.raises((AssertionError, ArgumentError), match=r"checked|meta"):
-        attention_linear_allreduce(**FULL | changes)
+        attention_out_proj_allreduce(**FULL | changes)
 
 
 @WRONG
 def test_wrong_arguments_are_refused_after_right_ones(known: Agreement, refusal: Refusal) -> None:
     out = torch.full((2, 6, HIDDEN), 7.0)
-    attention_linear_allreduce(**dense(out=out))
-    attention_linear_allreduce(**dense(out=out, bias=torch.ones(HIDDEN)))
+    attention_out_proj_allreduce(**dense(out=out))
+    attention_out_proj_allreduce(**dense(out=out, bias=torch.ones(HIDDEN)))
     assert len(known.calls) == 2
     out.fill_(7.0)
     with torch.set_grad_enabled("gradient" in refusal.name):
-        assert_refused(lambda: attention_linear_allreduce(**(dense(out=out) | refusal.changes)), refusal)
+        assert_refused(lambda: attention_out_proj_allreduce(**(dense(out=out) | refusal.changes)), refusal)
     assert (out == 7.0).all()
 
 
@@ -159,47 +159,47 @@ def test_what_looks_like_a_tensor_is_refused_after_tensors(known: Agreement, nam
         def __init__(self, tensor: Tensor, shape: Sequence[int]) -> None:
             self.shape, self.dtype, self.device, self.stride = shape, tensor.dtype, tensor.device, tensor.stride
 
-    attention_linear_allreduce(**dense())
+    attention_out_proj_allreduce(**dense())
     for shape in (dense()[name].shape, [*dense()[name].shape]):  # a list cannot be hashed
         with pytest.raises(ArgumentError, match=f"{name} must be a torch.Tensor, got Like"):
-            attention_linear_allreduce(**dense(**{name: Like(dense()[name], shape)}))
+            attention_out_proj_allreduce(**dense(**{name: Like(dense()[name], shape)}))
 
 
 def test_a_known_call_is_refused_where_more_is_wanted_of_it_or_explained(known: Agreement) -> None:
     arguments = dense()
-    attention_linear_allreduce(**arguments)
+    attention_out_proj_allreduce(**arguments)
     compiling = mock.patch.object(torch.compiler, "is_compiling", return_value=True)
     for traced in (compiling, FakeTensorMode()):
         with traced, pytest.raises(UnsupportedError, match="being traced"):
-            attention_linear_allreduce(**arguments)
+            attention_out_proj_allreduce(**arguments)
     for name in ("q", "k", "v", "w_o"):
         with torch.enable_grad(), pytest.raises(ArgumentError, match="requires a gradient"):
-            attention_linear_allreduce(**dense(**{name: dense()[name].requires_grad_()}))
+            attention_out_proj_allreduce(**dense(**{name: dense()[name].requires_grad_()}))
     with forward_ad.dual_level(), pytest.raises(ArgumentError, match="gradient"):
-        attention_linear_allreduce(**dense(q=forward_ad.make_dual(dense()["q"], torch.ones(2, 6, 4, 8))))
+        attention_out_proj_allreduce(**dense(q=forward_ad.make_dual(dense()["q"], torch.ones(2, 6, 4, 8))))
     with mock.patch.object(Doubled, "run", side_effect=AssertionError("summed")):
-        assert explain(**arguments, function=attention_linear_allreduce).backend == "cpu"
+        assert explain(**arguments, function=attention_out_proj_allreduce).backend == "cpu"
 
 
 def test_a_known_call_to_a_gpu_that_is_not_current_is_checked(
     known: Agreement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = dense()
-    attention_linear_allreduce(**arguments)
+    attention_out_proj_allreduce(**arguments)
     ((signature, cached),) = known.calls.items()
     known.calls[signature] = cached._replace(cuda_index=1)
     monkeypatch.setattr(module, "current_device", lambda: 1)
     with unchecked():
-        attention_linear_allreduce(**arguments)
+        attention_out_proj_allreduce(**arguments)
     monkeypatch.setattr(module, "current_device", lambda: 0)
     with unchecked(), pytest.raises(AssertionError, match="checked"):
-        attention_linear_allreduce(**arguments)
+        attention_out_proj_allreduce(**arguments)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"plan": [12]},
+        {"partition": [12]},
         {"alibi_slopes": torch.ones(4), "causal": True},
         {"attn_bias": torch.zeros(7)},
         {"sinks": torch.zeros(4)},
@@ -208,22 +208,22 @@ def test_a_known_call_to_a_gpu_that_is_not_current_is_checked(
     ids=["blocks", "alibi", "attn_bias", "sinks", "q", "k", "v"],
 )
 def test_calls_that_need_more_are_checked_every_time(known: Agreement, changes: dict[str, Any]) -> None:
-    attention_linear_allreduce(**dense(**changes))
+    attention_out_proj_allreduce(**dense(**changes))
     assert not known.calls
     assert len(known.agreed) == 1
 
 
 def test_a_rank_that_is_alone_has_agreed_on_nothing(known: Agreement) -> None:
     known.group_size = 1
-    attention_linear_allreduce(**dense())
+    attention_out_proj_allreduce(**dense())
     assert not known.calls
 
 
 def test_what_ranks_no_longer_agree_on_is_forgotten(known: Agreement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MOST_KEPT", 2)
     agreed, kept = [], []
-    for seqlen_q, plan in ((1, "auto"), (2, [4]), (3, "auto"), (4, [8]), (3, "auto")):
-        attention_linear_allreduce(**dense(q=torch.randn(2, seqlen_q, 4, 8), plan=plan))
+    for seqlen_q, partition in ((1, "auto"), (2, [4]), (3, "auto"), (4, [8]), (3, "auto")):
+        attention_out_proj_allreduce(**dense(q=torch.randn(2, seqlen_q, 4, 8), partition=partition))
         agreed.append([key.problem.seqlen_q for key in known.agreed])
         kept.append([call.key.problem.seqlen_q for call in known.calls.values()])
     assert agreed == [[1], [1, 2], [2, 3], [3, 4], [3, 4]]
@@ -234,6 +234,6 @@ def test_signatures_of_one_kind_of_call_are_bounded(known: Agreement, monkeypatc
     monkeypatch.setattr(agreement, "MOST_KEPT", 2)
     for count in range(3):
         room = torch.randn(2, 6 + count, 4, 8)
-        attention_linear_allreduce(**dense(q=room[:, :6]))
+        attention_out_proj_allreduce(**dense(q=room[:, :6]))
     assert len(known.agreed) == 1
     assert len(known.calls) == 1

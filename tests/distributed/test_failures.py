@@ -20,7 +20,7 @@ from tiers import slow
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention.distributed import agreement
-from fastattention.distributed.row_blocks import AttentionLinear
+from fastattention.distributed.row_blocks import AttentionOutProj
 from fastattention.distributed.transports.c10d import C10d
 from fastattention.testing.case import DenseCase
 
@@ -30,7 +30,7 @@ ONE = Sum(DenseCase(name="broken", batch_size=2, seqlen_q=12, seqlen_k=12), (4, 
 TIMEOUT = 2.0
 
 
-class Report(NamedTuple):
+class WatchedCall(NamedTuple):
     """A rank's view of a failed call."""
 
     error: str | None
@@ -38,12 +38,12 @@ class Report(NamedTuple):
     waited: int
 
 
-def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> Report:
+def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> WatchedCall:
     """Makes a call in which `harm` is done to the victim when it computes its second block."""
-    real_compute, all_reduce = AttentionLinear.compute, C10d._all_reduce
+    real_compute, all_reduce = AttentionOutProj.compute, C10d._all_reduce
     begun, waited = [], []
 
-    def compute(self: AttentionLinear, start: int, stop: int, partial: Any) -> None:
+    def compute(self: AttentionOutProj, start: int, stop: int, partial: Any) -> None:
         if harm is not None and start == 4 and dist.get_rank() == victim:
             harm()
         real_compute(self, start, stop, partial)
@@ -59,12 +59,12 @@ def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 
         return SimpleNamespace(wait=wait)
 
     text = None
-    with mock.patch.object(AttentionLinear, "compute", compute), mock.patch.object(C10d, "_all_reduce", begin):
+    with mock.patch.object(AttentionOutProj, "compute", compute), mock.patch.object(C10d, "_all_reduce", begin):
         try:
             run_part(one)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-    return Report(text, len(begun), len(waited))
+    return WatchedCall(text, len(begun), len(waited))
 
 
 def die() -> None:

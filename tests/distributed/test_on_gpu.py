@@ -24,7 +24,7 @@ from distributed.team import GPU_PATIENCE, MOST_GPUS, Team, meet, skip_module_wi
 from fastattention import UnsupportedError
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import TilingAllReduce, agreement
-from fastattention.distributed.row_blocks import AttentionLinear
+from fastattention.distributed.row_blocks import AttentionOutProj
 from fastattention.distributed.transports import TRANSPORTS
 from fastattention.testing.case import DenseCase, KvCacheCase
 
@@ -43,12 +43,12 @@ def transport(request: pytest.FixtureRequest, pool: Callable[[], Team]) -> str:
     return name
 
 
-def dense(name: str, plan: tuple[int, ...] | str, dtype: torch.dtype, hidden: int = 72, **case: Any) -> Sum:
-    return Sum(DenseCase(name=name, **case), plan, dtype, hidden=hidden)
+def dense(name: str, partition: tuple[int, ...] | str, dtype: torch.dtype, hidden: int = 72, **case: Any) -> Sum:
+    return Sum(DenseCase(name=name, **case), partition, dtype, hidden=hidden)
 
 
-def cached(name: str, plan: tuple[int, ...], **case: Any) -> Sum:
-    return Sum(KvCacheCase(name=name, **case), plan, torch.bfloat16, hidden=72)
+def cached(name: str, partition: tuple[int, ...], **case: Any) -> Sum:
+    return Sum(KvCacheCase(name=name, **case), partition, torch.bfloat16, hidden=72)
 
 
 def refusal(transport: str) -> str | None:
@@ -93,7 +93,7 @@ def test_the_sum_is_right_and_the_same_on_all_ranks(gpus: Team, transport: str, 
 
 def served(one: Sum, transport: str) -> Sum:
     """The call in blocks, or in one block for the transport without blocks."""
-    return replace(one, plan=(one.rows,)) if transport == "peer_kernel" and one.plan != "auto" else one
+    return replace(one, partition=(one.rows,)) if transport == "peer_kernel" and one.partition != "auto" else one
 
 
 def run_with(one: Sum, transport: str, backend: str = "auto") -> Tensor:
@@ -157,9 +157,9 @@ def run_late(one: Sum, transport: str) -> list[Tensor]:
     """Calls with changing values, in which streams and hosts of ranks are late in different patterns."""
     function, arguments = arguments_of(one, "cuda")
     late = random.Random(dist.get_rank())
-    compute = AttentionLinear.compute
+    compute = AttentionOutProj.compute
 
-    def hesitating(self: AttentionLinear, start: int, stop: int, partial: Tensor) -> None:
+    def hesitating(self: AttentionOutProj, start: int, stop: int, partial: Tensor) -> None:
         if late.random() < 0.5:
             torch.cuda._sleep(late.randrange(CYCLES))
         if late.random() < 0.3:
@@ -167,7 +167,7 @@ def run_late(one: Sum, transport: str) -> list[Tensor]:
         compute(self, start, stop, partial)
 
     outs = []
-    with mock.patch.object(AttentionLinear, "compute", hesitating):
+    with mock.patch.object(AttentionOutProj, "compute", hesitating):
         for turn in range(TURNS):
             scaled = arguments | {"v": arguments["v"] * 2.0 ** (turn % 3)}
             outs.append(function(**scaled, transport=transport))
@@ -205,9 +205,9 @@ def run_captured(one: Sum, transport: str) -> list[Tensor]:
     return [first.cpu(), *((out * 0.5**turn).cpu() for turn, out in enumerate(outs))]
 
 
-@pytest.mark.parametrize("plan", [(500, 100, 700, 500), (1800,)], ids=["blocks", "one-block"])
-def test_a_captured_call_is_replayed_with_other_values(gpus: Team, transport: str, plan: tuple[int, ...]) -> None:
-    one = served(dense("captured", plan, BRAIN, hidden=1000, **LONG), transport)
+@pytest.mark.parametrize("partition", [(500, 100, 700, 500), (1800,)], ids=["blocks", "one-block"])
+def test_a_captured_call_is_replayed_with_other_values(gpus: Team, transport: str, partition: tuple[int, ...]) -> None:
+    one = served(dense("captured", partition, BRAIN, hidden=1000, **LONG), transport)
     check_again_and_again(one, gpus.run(run_captured, one, transport))
 
 
@@ -215,7 +215,7 @@ def test_a_captured_call_is_replayed_with_other_values(gpus: Team, transport: st
 def run_layer(transport: str) -> list[Tensor] | str:
     """Results of replays of a whole layer with changing tokens; or why the transport cannot serve."""
     block = whole(causal).to("cuda", BRAIN)
-    made = parallel(block, dist.get_world_size(), TilingAllReduce(plan=thirds, transport=transport))
+    made = parallel(block, dist.get_world_size(), TilingAllReduce(partition=thirds, transport=transport))
     numbers = [torch.randn(3, 611, HIDDEN, generator=torch.Generator().manual_seed(turn)) for turn in range(5)]
     tokens = [each.to("cuda", BRAIN) for each in numbers]  # the same on every rank
     x = tokens[0].clone()
@@ -254,7 +254,7 @@ def test_blocks_that_begin_within_causal_sequences(
     one = served(dense("within", (200, 900, 700), dtype, hidden=256, **LONG), transport)
     results = gpus.run(run_counting_kernels, one, transport, backend)
     check(one, [out for out, _ in results])
-    assert {calls > 0 for _, calls in results} == {backend == "sdpa" and len(one.plan) > 1}
+    assert {calls > 0 for _, calls in results} == {backend == "sdpa" and len(one.partition) > 1}
 
 
 def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ...], str]:
@@ -327,13 +327,15 @@ def run_alone(one: Sum, transport: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("transport", "plan", "end"),
+    ("transport", "partition", "end"),
     [("ring_product", (5, 23, 23), "died"), ("ring_product", (51,), "died"), ("peer_kernel", (51,), "CUDA")],
     ids=["ring-blocks", "ring-one-block", "kernel"],
 )
-def test_a_call_fails_when_a_rank_never_comes(abandoned: Team, transport: str, plan: tuple[int, ...], end: str) -> None:
+def test_a_call_fails_when_a_rank_never_comes(
+    abandoned: Team, transport: str, partition: tuple[int, ...], end: str
+) -> None:
     """The team's patience is longer than the timeout of the group, after which a rank counts as hung."""
-    one = dense("abandoned", plan, BRAIN, **UNEVEN)
+    one = dense("abandoned", partition, BRAIN, **UNEVEN)
     for _ in range(2):
         check(one, abandoned.run(run_with, one, transport))
     assert GPU_PATIENCE > 2 * TIMEOUT

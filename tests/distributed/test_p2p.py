@@ -13,7 +13,7 @@ import torch
 from tiers import sampled
 from torch import Tensor
 
-from distributed.fake_calls import BRAIN, CALLS, SINGLE, Call, check_all, check_calls, sum_on, sum_on_two_streams
+from distributed.fake_calls import BRAIN, CALLS, SINGLE, FakeCall, check_all, check_calls, sum_on, sum_on_two_streams
 from distributed.fake_gpus import Host, Stream
 from fastattention import ArgumentError
 from fastattention.distributed.transports import Transfer, p2p_base, peer_kernel, ring_product
@@ -23,8 +23,8 @@ from fastattention.distributed.transports.ring_product import RingProduct
 from fastattention.gpu_runtime.peer_memory import GRANULE, PeerMemory
 
 GPU = torch.device("cuda", 1)
-SMALL = Call((8, 8), 256, SINGLE)
-LARGE = Call((GRANULE // 1024, GRANULE // 1024), 256, SINGLE)
+SMALL = FakeCall((8, 8), 256, SINGLE)
+LARGE = FakeCall((GRANULE // 1024, GRANULE // 1024), 256, SINGLE)
 
 
 @pytest.fixture(params=[PeerKernel, RingProduct], ids=lambda transport: transport.name)
@@ -41,8 +41,8 @@ def test_calls_of_all_sizes_are_right_however_streams_run(kind: type[PeerToPeer]
 
 def test_calls_are_right_after_one_that_failed_on_all_ranks(kind: type[PeerToPeer]) -> None:
     """The call fails in its only block; test_ring_product.py tests others."""
-    host, failing = Host(3, kind), Call((18,), 21, BRAIN)
-    calls = [Call(after, 21, BRAIN) for after in ((4, 4, 5), (3,), (2, 30, 4, 1), (700, 1, 2, GRANULE // 40))]
+    host, failing = Host(3, kind), FakeCall((18,), 21, BRAIN)
+    calls = [FakeCall(after, 21, BRAIN) for after in ((4, 4, 5), (3,), (2, 30, 4, 1), (700, 1, 2, GRANULE // 40))]
 
     def task(transport: PeerToPeer, rank: int, stream: Stream) -> list[Tensor]:
         results = []
@@ -154,7 +154,7 @@ def test_memory_that_is_given_back_is_taken_anew_by_the_next_call(kind: type[Pee
         transport.release()  # nothing is left
         assert memory() is None
 
-    check_calls(Host(3, kind), [Call((7, 5), 40, SINGLE)] * 3, given_back)
+    check_calls(Host(3, kind), [FakeCall((7, 5), 40, SINGLE)] * 3, given_back)
 
 
 def test_dtypes_that_are_not_added_up_are_refused(kind: type[PeerToPeer]) -> None:

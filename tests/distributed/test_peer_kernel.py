@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.fake_calls import BRAIN, CALLS, HALF, SINGLE, Call, check_calls
+from distributed.fake_calls import BRAIN, CALLS, HALF, SINGLE, FakeCall, check_calls
 from distributed.fake_gpus import Host, Launch, Stream
 from fastattention.distributed.transports import Transfer, peer_kernel
 from fastattention.distributed.transports.all_reduce import MOST_CTAS, WARPS
 from fastattention.distributed.transports.peer_kernel import BULK_CTAS, CTAS, ONE_SHOT_BYTES, PeerKernel
 
-SMALL = Call((12,))
+SMALL = FakeCall((12,))
 
 
-def launches_of(host: Host, *calls: Call) -> list[list[Launch]]:
+def launches_of(host: Host, *calls: FakeCall) -> list[list[Launch]]:
     check_calls(host, calls)
     return host.launches
 
@@ -32,7 +32,7 @@ def test_plans_of_several_blocks_are_refused() -> None:
     def task(transport: PeerKernel, rank: int, stream: Stream) -> list[str | None]:
         return [transport.why_not(Transfer(12, 24, HALF, torch.device("cpu"), count)) for count in (1, 2)]
 
-    assert Host(2, PeerKernel).run(task) == [[None, "it sums a call as a whole, and plan has 2 blocks"]] * 2
+    assert Host(2, PeerKernel).run(task) == [[None, "it sums a call as a whole, and the partition has 2 blocks"]] * 2
 
 
 def test_the_kernel_is_launched_once_behind_the_compute_on_its_stream() -> None:
@@ -55,7 +55,9 @@ def test_the_kernel_is_launched_once_behind_the_compute_on_its_stream() -> None:
 
 def test_every_rank_adds_up_everything_of_small_calls() -> None:
     rows = ONE_SHOT_BYTES // 1024
-    for launched in launches_of(Host(2, PeerKernel), *(Call((count,), 512, BRAIN) for count in (1, rows, rows + 1))):
+    for launched in launches_of(
+        Host(2, PeerKernel), *(FakeCall((count,), 512, BRAIN) for count in (1, rows, rows + 1))
+    ):
         assert [launch.params.one_shot for launch in launched] == [1, 1, 0]
 
 
@@ -68,7 +70,7 @@ def test_bulk_copies_and_ctas_are_the_same_on_all_ranks(gpus: tuple[str, str]) -
     ctas = {1: 1, a_cta: 1, a_cta + 1: 2, 4096: most}  # by rows of 512 bytes
     assert 2 * most * a_cta <= 4096
     assert most <= MOST_CTAS
-    for launched in launches_of(Host(2, PeerKernel, gpus), *(Call((count,), 128, SINGLE) for count in ctas)):
+    for launched in launches_of(Host(2, PeerKernel, gpus), *(FakeCall((count,), 128, SINGLE) for count in ctas)):
         assert [launch.params.num_ctas for launch in launched] == list(ctas.values())
         assert {launch.config.bulk_copies for launch in launched} == {bulk_copies}
 
@@ -80,7 +82,7 @@ def test_a_rank_is_waited_for_as_long_as_the_timeout_of_the_group(timeout: float
 
 
 def test_launches_are_prepared_once_a_size_and_dtype_so_graphs_replay_them() -> None:
-    calls = [Call((rows,), 24, dtype) for rows, dtype in ((12, HALF), (12, BRAIN), (13, BRAIN), (12, SINGLE))]
+    calls = [FakeCall((rows,), 24, dtype) for rows, dtype in ((12, HALF), (12, BRAIN), (13, BRAIN), (12, SINGLE))]
     host = Host(2, PeerKernel)
     with mock.patch.object(peer_kernel, "make_params", wraps=peer_kernel.make_params) as made:
         check_calls(host, calls * 3)
@@ -95,5 +97,5 @@ def test_launches_are_prepared_once_a_size_and_dtype_so_graphs_replay_them() -> 
 
 def test_prepared_launches_stay_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_kernel, "MOST_PREPARED", 3)
-    calls = [Call((rows,)) for rows in (1, 2, 3, 4, 1)]
+    calls = [FakeCall((rows,)) for rows in (1, 2, 3, 4, 1)]
     assert check_calls(Host(1, PeerKernel), calls, lambda transport: len(transport._prepared)) == [[1, 2, 3, 1, 2]]

@@ -14,13 +14,15 @@ from fastattention.testing.case import Bias, DenseCase, KvCacheCase
 SINGLE = torch.float32
 
 
-def dense(name: str, plan: tuple[int, ...], dtype: torch.dtype = SINGLE, with_bias: bool = False, **case: Any) -> Sum:
-    return Sum(DenseCase(name=name, **case), plan, dtype, with_bias)
+def dense(
+    name: str, partition: tuple[int, ...], dtype: torch.dtype = SINGLE, with_bias: bool = False, **case: Any
+) -> Sum:
+    return Sum(DenseCase(name=name, **case), partition, dtype, with_bias)
 
 
-def cached(name: str, plan: tuple[int, ...] = (5, 15, 7), **case: Any) -> Sum:
+def cached(name: str, partition: tuple[int, ...] = (5, 15, 7), **case: Any) -> Sum:
     case = {"cache_seqlens": (40, 17, 29), "seqlen_q": 9, "causal": True} | case
-    return Sum(KvCacheCase(name=f"cache-{name}", **case), plan)
+    return Sum(KvCacheCase(name=f"cache-{name}", **case), partition)
 
 
 # Blocks that end within sequences, at their ends, and go over several.

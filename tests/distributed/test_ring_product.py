@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.fake_calls import BRAIN, CALLS, HALF, Call, check_all, check_calls, sum_on, summed
+from distributed.fake_calls import BRAIN, CALLS, HALF, FakeCall, check_all, check_calls, sum_on, summed
 from distributed.fake_gpus import PATIENCE, Host, Stream
 from fastattention.distributed.transports import ring_steps
 from fastattention.distributed.transports.ring_order import MOST_BLOCKS, joined, shares_of, steps
@@ -22,7 +22,7 @@ from fastattention.gpu_runtime.peer_memory import GRANULE, PeerMemory
 from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, enqueue_all
 
 SIZES = [2, 3, 4, 8]
-FOUR = Call((6, 6, 6, 6), 5, BRAIN)
+FOUR = FakeCall((6, 6, 6, 6), 5, BRAIN)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -79,7 +79,7 @@ def test_every_rank_computes_rows_once_and_adds_but_where_sums_begin(size: int) 
 
 
 def test_blocks_are_summed_while_later_ones_are_computed() -> None:
-    host, call = Host(3, RingProduct), Call((5, 8, 3, 2, 9))
+    host, call = Host(3, RingProduct), FakeCall((5, 8, 3, 2, 9))
     expected = summed(host, call)[:5]
 
     def await_first(block: int, out: Tensor) -> None:
@@ -199,11 +199,11 @@ def test_every_flag_has_one_that_raises_it_and_one_that_waits_for_it(size: int) 
     barrier = mock.Mock(side_effect=lambda mine, theirs: (waits(mine), writes(theirs, 1)))
     with mock.patch.multiple(ring_steps, FlagWrites=writes, FlagWaits=waits, StreamBarrier=barrier):
         for rank in range(size):
-            ring_steps.Flags(memory, rank, size)
+            ring_steps.RingFlags(memory, rank, size)
     numbers = {address: address & 0xFFFFFFFF for address in awaited}
     assert set(raised.values()) == set(awaited.values()) == {1}
     assert raised.keys() <= awaited.keys()
-    assert max(numbers.values()) < ring_steps.Flags.needed(size)
+    assert max(numbers.values()) < ring_steps.RingFlags.needed(size)
     complete, barriers = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # indices of the first ones
     own = {complete + block * size + rank for block, rank in itertools.product(range(MOST_BLOCKS), range(size))}
     assert {numbers[address] for address in awaited.keys() - raised.keys()} <= own  # no rank signals itself

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 from cuda.bindings import driver
 
-from distributed.fake_calls import BRAIN, Call, check_calls, sum_on_two_streams
+from distributed.fake_calls import BRAIN, FakeCall, check_calls, sum_on_two_streams
 from distributed.fake_gpus import Host, Stream
 from fastattention.distributed.transports import ring_steps
 from fastattention.distributed.transports.ring_product import RingProduct
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import streams
 
-FIRST = Call((5, 23, 1, 7), 5)
+FIRST = FakeCall((5, 23, 1, 7), 5)
 
 
 OTHERS = [FIRST._replace(blocks=(5, 23, 8)), FIRST._replace(hidden=4), FIRST._replace(dtype=BRAIN)]
@@ -33,7 +33,7 @@ OTHERS = [FIRST._replace(blocks=(5, 23, 8)), FIRST._replace(hidden=4), FIRST._re
     ids=["same", "blocks", "hidden", "dtype", "bounded"],
 )
 def test_calls_of_a_kind_have_the_same_steps_whatever_their_result(
-    calls: list[Call], counts: list[int], monkeypatch: pytest.MonkeyPatch
+    calls: list[FakeCall], counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_steps, "MOST_KEPT", 2)
 

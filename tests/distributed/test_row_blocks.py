@@ -15,7 +15,7 @@ from fastattention.attention.problem import Inputs, Problem
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.distributed.row_blocks import (
-    AttentionLinear,
+    AttentionOutProj,
     CoarseAttention,
     Piece,
     may_cut_sequences,
@@ -120,12 +120,12 @@ def test_a_causal_dense_block_is_views_of_the_keys_that_its_rows_see() -> None:
         assert getattr(part, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr()
 
 
-def call_of_three_sequences(causal: bool) -> tuple[AttentionLinear, Tensor]:
+def call_of_three_sequences(causal: bool) -> tuple[AttentionOutProj, Tensor]:
     """A call, and its result for all 21 rows."""
     torch.manual_seed(0)
     q, k, v = random(3, 7, 4, 8), random(3, 9, 2, 8), random(3, 9, 2, 4)
     problem, inputs = prepare_dense(q, k, v, Options(causal=causal))
-    call, out = AttentionLinear(problem, inputs, random(6, 16), "cpu"), torch.empty(21, 6)
+    call, out = AttentionOutProj(problem, inputs, random(6, 16), "cpu"), torch.empty(21, 6)
     call.compute(0, 21, out)
     return call, out
 

@@ -61,16 +61,16 @@ def told(reason: str | None) -> Iterator[None]:
 
 
 def in_blocks(size: int, attend: Attend) -> Tensor:
-    """The result on one rank, which has asked for a plan of all rows."""
+    """The result on one rank, which has asked for a partition of all rows."""
     asked: list[int] = []
 
-    def plan(num_rows: int) -> list[int]:
+    def partition(num_rows: int) -> list[int]:
         asked.append(num_rows)
         return thirds(num_rows)
 
     block, x = whole(attend), tokens()
     with torch.no_grad(), told(None):
-        out = parallel(block, size, TilingAllReduce(plan=plan))(x)
+        out = parallel(block, size, TilingAllReduce(partition=partition))(x)
         assert_as_exact_as(out, block(x), exact(block, x))
     assert asked == [33]
     return out
@@ -92,7 +92,7 @@ REASONS = {
 
 def as_rowwise(size: int, kind: str) -> None:
     """Checks that results and gradients are those of RowwiseParallel, where TilingAllReduce is not possible."""
-    style = TilingAllReduce(plan=thirds, transport=npu.NAME if kind == "npu" else "auto")
+    style = TilingAllReduce(partition=thirds, transport=npu.NAME if kind == "npu" else "auto")
     ours = parallel(whole(computed if kind == "tensors" else causal), size, style)
     theirs, x = parallel(whole(computed), size, RowwiseParallel()), tokens()
     has_gradients = kind in ("gradients", "tensors")
@@ -134,7 +134,7 @@ def long_calls_are_divided_as_is_agreed_on(size: int) -> None:
     made = parallel(block, size, TilingAllReduce())
     with pytest.MonkeyPatch.context() as patch, told(None):
         patch.setattr(row_partitions, "LEAST_BYTES", 1)
-        patch.setattr(DeferredAttention, "project", lambda *a, **k: calls.append(k["plan"]) or project(*a, **k))
+        patch.setattr(DeferredAttention, "project", lambda *a, **k: calls.append(k["partition"]) or project(*a, **k))
         assert_as_exact_as(made(x), block(x), exact(block, x))
     assert calls == ["auto"]
 
@@ -142,7 +142,7 @@ def long_calls_are_divided_as_is_agreed_on(size: int) -> None:
 @torch.no_grad()
 def torch_compile_traces_the_usual_way(size: int) -> None:
     block, x = whole(), tokens()
-    made = torch.compile(parallel(block, size, TilingAllReduce(plan=thirds)), backend="eager")
+    made = torch.compile(parallel(block, size, TilingAllReduce(partition=thirds)), backend="eager")
     with told("the call is traced by torch.compile"):
         out = made(x)
     assert_as_exact_as(out, block(x), exact(block, x))
@@ -151,16 +151,16 @@ def torch_compile_traces_the_usual_way(size: int) -> None:
 @torch.no_grad()
 def a_wrong_plan_is_an_error_after_which_the_group_still_works(size: int) -> None:
     block = whole()
-    made = parallel(block, size, TilingAllReduce(plan=lambda num_rows: [num_rows, 1]))
-    with pytest.raises(ArgumentError, match=r"plan=\[33, 1\].*= 33"):
+    made = parallel(block, size, TilingAllReduce(partition=lambda num_rows: [num_rows, 1]))
+    with pytest.raises(ArgumentError, match=r"partition=\[33, 1\].*= 33"):
         made(tokens())
-    parallel(block, size, TilingAllReduce(plan=thirds))(tokens())
+    parallel(block, size, TilingAllReduce(partition=thirds))(tokens())
 
 
 @torch.no_grad()
 def a_copy_computes_with_its_own_weights(size: int) -> None:
     block, x = whole(), tokens()
-    made = parallel(block, size, TilingAllReduce(plan=thirds))
+    made = parallel(block, size, TilingAllReduce(partition=thirds))
     twin = copy.deepcopy(made)
     made.o.weight.to_local().zero_()  # type: ignore[operator]
     assert_as_exact_as(twin(x), block(x), exact(block, x))
@@ -249,10 +249,10 @@ def test_a_module_that_is_not_parallelised_computes_it() -> None:
 
 def test_unknown_options_are_refused_at_once() -> None:
     q = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(ArgumentError, match=r"plan=\[600, 600\] must be .auto. or a function"):
-        TilingAllReduce(plan=[600, 600])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="plan='best' must be"):
-        TilingAllReduce(plan="best")
+    with pytest.raises(ArgumentError, match=r"partition=\[600, 600\] must be .auto. or a function"):
+        TilingAllReduce(partition=[600, 600])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="partition='best' must be"):
+        TilingAllReduce(partition="best")
     with pytest.raises(ArgumentError, match="transport='foo' is not known; choose 'auto' or one of 'c10d'"):
         TilingAllReduce(transport="foo")
     with pytest.raises(ArgumentError, match="dropout_p is no option of deferred attention; known are softmax_scale"):

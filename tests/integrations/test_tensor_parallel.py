@@ -65,7 +65,7 @@ def parallel(name: str) -> Any:
 def tiled(name: str) -> Any:
     """The parallel model after tile_allreduce."""
     model = parallel(name)
-    tile_allreduce(model, plan=halves)
+    tile_allreduce(model, partition=halves)
     return model
 
 
@@ -224,7 +224,7 @@ def by_torch() -> None:
     """torch's own tensor parallelism, with a model of Transformers."""
     model = copy.deepcopy(pair("llama").eager)
     styles: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    styles["model.layers.*.self_attn.o_proj"] = TilingAllReduce(plan=halves)
+    styles["model.layers.*.self_attn.o_proj"] = TilingAllReduce(partition=halves)
     styles |= {f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
     styles["model.layers.*.mlp.down_proj"] = RowwiseParallel()
     parallelize_module(model, init_device_mesh("cpu", (2,)), styles)

@@ -39,7 +39,7 @@ def whole(name: str) -> Any:
 def tiled(name: str) -> Any:
     """The same on two GPUs, its prompts in row blocks."""
     model = divided(copy.deepcopy(whole(name)), "cuda")
-    tile_allreduce(model, plan=halves)
+    tile_allreduce(model, partition=halves)
     return model
 
 

@@ -38,7 +38,7 @@ def test_linear_attention_is_right(backend: str, case: LinearCase, chunked: bool
     engine = LINEAR_BACKENDS.get(backend)
     if reason := engine.why_not(problem):
         pytest.skip(reason)
-    check(problem, inputs, engine.plan(problem, inputs)(inputs))
+    check(problem, inputs, engine.make_call(problem, inputs)(inputs))
 
 
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
@@ -180,7 +180,7 @@ def test_results_without_tokens_have_gradients() -> None:
 def test_64k_tokens_are_right(backend: str, rule: str) -> None:
     case = LinearCase(rule=rule, seqlen=65536, nheads=1, nheads_k=1, headdim_k=16, headdim_v=16, gates=1e-3)
     problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))
-    out, state = LINEAR_BACKENDS.get(backend).plan(problem, inputs)(inputs)
+    out, state = LINEAR_BACKENDS.get(backend).make_call(problem, inputs)(inputs)
     assert state is not None
     # The recurrence in float64 over this many tokens, in chunks without rounding errors.
     wanted = linear_attention(replace(problem, dtype=torch.float64), inputs, 64, torch.float64)

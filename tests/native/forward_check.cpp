@@ -12,7 +12,7 @@
 
 extern "C" int64_t fastattention_num_isas();
 extern "C" const char* fastattention_isa_name(int64_t isa);
-extern "C" int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
+extern "C" int64_t fastattention_forward(int64_t isa, const FaAttentionParams* shared, const void* addresses,
                                          int64_t num_threads);
 
 namespace {

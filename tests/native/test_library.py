@@ -35,7 +35,7 @@ def test_a_family_compiles_without_the_sources_of_another(family: str, tmp_path:
     shutil.copytree(PACKAGE / "backends" / "common", tmp_path / "common")
     # The headers of kernels.cpp, which depend on its order.
     includes = (kernels / "kernels.cpp").read_text().split("// Which type")[0]
-    includes = includes.replace("kernels.hpp", f"{family}/plan.hpp")
+    includes = includes.replace("kernels.hpp", f"{family}/kernel_table.hpp")
     for other in others:
         includes = re.sub(f'#include "{other}/.*', "", includes)
     (kernels / family / "headers.cpp").write_text(includes + "}\n")

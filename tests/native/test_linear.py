@@ -32,7 +32,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_results_are_right(isa: str, case: LinearCase, chunked: bool, dtype: torch.dtype) -> None:
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked))
-    check(problem, inputs, LINEAR_BACKENDS.get("cpu").plan(problem, inputs)(inputs))
+    check(problem, inputs, LINEAR_BACKENDS.get("cpu").make_call(problem, inputs)(inputs))
 
 
 def results(case: LinearCase, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -66,4 +66,4 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
 def test_any_length_around_a_chunk(isa: str, rule: str, seqlen: int, dtype: torch.dtype) -> None:
     case = LinearCase(rule, seqlen=seqlen, nheads=1, nheads_k=1, headdim_k=33, headdim_v=17, initial_state=True)
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))
-    check(problem, inputs, LINEAR_BACKENDS.get("cpu").plan(problem, inputs)(inputs))
+    check(problem, inputs, LINEAR_BACKENDS.get("cpu").make_call(problem, inputs)(inputs))

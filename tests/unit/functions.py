@@ -21,7 +21,7 @@ from fastattention import (
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call, without the values of its tensors."""
 
     name: str
@@ -60,51 +60,57 @@ MASK = {"block_mask": (2, 4, 1, 1)}
 EVERYTHING = {"causal": True, "window_size": (3, -1), "softcap": 4.0, "softmax_scale": 0.4, "return_lse": True}
 
 CALLS = (
-    Call("dense", fast_attn_func, DENSE, {}, {"causal": True}),
-    Call("dense_everything", fast_attn_func, DENSE | PER_HEAD | {"attn_bias": (5, 7)}, {}, EVERYTHING),
-    Call("dense_blocks", fast_attn_func, DENSE | MASK, {}, {"causal": True, "block_size": 64}, bools=("block_mask",)),
-    Call("qkvpacked", fast_attn_qkvpacked_func, {"qkv": (2, 5, 3, 4, 8)}, {}, {}),
-    Call("kvpacked", fast_attn_kvpacked_func, {"q": (2, 5, 4, 8), "kv": (2, 7, 2, 2, 8)}, {}, {}),
-    Call("varlen", fast_attn_varlen_func, VARLEN, LENGTHS, {"causal": True}),
-    Call("varlen_blocks", fast_attn_varlen_func, VARLEN | MASK, LENGTHS, {"return_lse": True}, bools=("block_mask",)),
-    Call(
+    FunctionCall("dense", fast_attn_func, DENSE, {}, {"causal": True}),
+    FunctionCall("dense_everything", fast_attn_func, DENSE | PER_HEAD | {"attn_bias": (5, 7)}, {}, EVERYTHING),
+    FunctionCall(
+        "dense_blocks", fast_attn_func, DENSE | MASK, {}, {"causal": True, "block_size": 64}, bools=("block_mask",)
+    ),
+    FunctionCall("qkvpacked", fast_attn_qkvpacked_func, {"qkv": (2, 5, 3, 4, 8)}, {}, {}),
+    FunctionCall("kvpacked", fast_attn_kvpacked_func, {"q": (2, 5, 4, 8), "kv": (2, 7, 2, 2, 8)}, {}, {}),
+    FunctionCall("varlen", fast_attn_varlen_func, VARLEN, LENGTHS, {"causal": True}),
+    FunctionCall(
+        "varlen_blocks", fast_attn_varlen_func, VARLEN | MASK, LENGTHS, {"return_lse": True}, bools=("block_mask",)
+    ),
+    FunctionCall(
         "varlen_everything",
         fast_attn_varlen_func,
         VARLEN | PER_HEAD | {"attn_bias": (1, 6, 5)},
         LENGTHS,
         EVERYTHING | {"max_seqlen_q": 4, "max_seqlen_k": 5},
     ),
-    Call(
+    FunctionCall(
         "varlen_paged",
         fast_attn_varlen_func,
         {"q": (6, 4, 8), "k": (4, 4, 2, 8), "v": (4, 4, 2, 16)},
         LENGTHS | {"block_table": [[3, 0], [2, 1]]},
         {},
     ),
-    Call("varlen_qkvpacked", fast_attn_varlen_qkvpacked_func, {"qkv": (6, 3, 4, 8)}, {"cu_seqlens": [0, 2, 6]}, {}),
-    Call("varlen_kvpacked", fast_attn_varlen_kvpacked_func, {"q": (6, 4, 8), "kv": (7, 2, 2, 8)}, LENGTHS, {}),
-    Call(
+    FunctionCall(
+        "varlen_qkvpacked", fast_attn_varlen_qkvpacked_func, {"qkv": (6, 3, 4, 8)}, {"cu_seqlens": [0, 2, 6]}, {}
+    ),
+    FunctionCall("varlen_kvpacked", fast_attn_varlen_kvpacked_func, {"q": (6, 4, 8), "kv": (7, 2, 2, 8)}, LENGTHS, {}),
+    FunctionCall(
         "kvcache_read",
         fast_attn_with_kvcache,
         {"q": (2, 1, 4, 8), "k_cache": (2, 8, 2, 8), "v_cache": (2, 8, 2, 16)},
         {},
         {"cache_seqlens": 5},
     ),
-    Call(
+    FunctionCall(
         "kvcache_append",
         fast_attn_with_kvcache,
         {"q": (2, 2, 4, 8), "k_cache": (3, 8, 2, 8), "v_cache": (3, 8, 2, 16)} | NEW_TOKENS,
         {"cache_seqlens": [3, 5], "cache_batch_idx": [2, 0], "cache_leftpad": [1, 0]},
         {"causal": True},
     ),
-    Call(
+    FunctionCall(
         "kvcache_append_paged",
         fast_attn_with_kvcache,
         {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS | PER_HEAD,
         {"cache_seqlens": [3, 5], "block_table": [[0, 4], [1, 2]]},
         EVERYTHING | {"rotary_interleaved": False},
     ),
-    Call(
+    FunctionCall(
         "kvcache_append_int8",
         fast_attn_with_kvcache,
         {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS | SCALES,

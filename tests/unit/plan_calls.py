@@ -18,7 +18,7 @@ from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_
 from fastattention.attention import operators
 
 PACKAGE = Path(fastattention.__file__).parent
-Call = Callable[..., Any]
+Function = Callable[..., Any]
 Arguments = dict[str, Any]
 
 
@@ -44,7 +44,7 @@ def kvcache(**changes: Any) -> Arguments:
     return tensors | changes
 
 
-FUNCTIONS: dict[str, tuple[Call, Callable[..., Arguments]]] = {
+FUNCTIONS: dict[str, tuple[Function, Callable[..., Arguments]]] = {
     "dense": (fast_attn_func, dense),
     "varlen": (fast_attn_varlen_func, varlen),
     "kvcache": (fast_attn_with_kvcache, kvcache),
@@ -61,7 +61,7 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-def assert_new(call: Call, arguments: Arguments) -> None:
+def assert_new(call: Function, arguments: Arguments) -> None:
     """Asserts that the call is validated, with any result."""
     with unchecked(), pytest.raises(AssertionError, match="checked"):
         call(**arguments)

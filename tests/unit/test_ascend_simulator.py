@@ -24,7 +24,7 @@ from fastattention.backends.ascend.simulator.gains import ablation, causes, unif
 from fastattention.backends.ascend.simulator.memory import cached, rate
 from fastattention.backends.ascend.simulator.row_block import row_block, row_block_operations, simulate
 from fastattention.backends.ascend.simulator.standard import StandardKind, predict_standard
-from fastattention.backends.ascend.simulator.tiles import Shape, Tiling
+from fastattention.backends.ascend.simulator.tiles import HeadShape, Tiling
 from fastattention.backends.ascend.simulator.whole_chip import predict
 from fastattention.backends.ascend.simulator.workload import MaskMode, SimulatedCall
 from fastattention.backends.ascend.tiling import tiling_for
@@ -39,10 +39,12 @@ TILINGS = {
     "single buffers": Tiling(64, 256, 32, preload=3, multibuffer=False),
     "decode": Tiling(16, 512, 8, preload=2, multibuffer=True),
 }
-SHAPES = {"128": Shape(128, 128, 2), "256, float32": Shape(256, 256, 4), "64 and 16": Shape(64, 16, 2)}
+SHAPES = {"128": HeadShape(128, 128, 2), "256, float32": HeadShape(256, 256, 4), "64 and 16": HeadShape(64, 16, 2)}
 
 
-def setting(tiling: Tiling, shape: Shape = SHAPES["128"], busy_cores: int = 1, costs: Costs = DEFAULT_COSTS) -> Setting:
+def setting(
+    tiling: Tiling, shape: HeadShape = SHAPES["128"], busy_cores: int = 1, costs: Costs = DEFAULT_COSTS
+) -> Setting:
     return Setting(CHIP, tiling, shape, cached(CHIP, costs, busy_cores), costs)
 
 

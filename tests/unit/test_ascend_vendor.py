@@ -1,4 +1,4 @@
-"""The vendor's operators without torch_npu: refusals, masks as their arguments, plans of varlen calls."""
+"""The vendor's operators without torch_npu: refusals, masks as their arguments, sequences of varlen calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.vendor.masks import SparseMode, rows_without_keys, sparse_mask
-from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, check
-from fastattention.backends.ascend.vendor.prefill import VarlenPlan
+from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, OperatorCall, check
+from fastattention.backends.ascend.vendor.prefill import VarlenSequences
 
 DENSE = Problem(
     layout=Layout.DENSE,
@@ -185,9 +185,9 @@ def test_tokens_of_a_band_cannot_overflow() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.sampled_from([-1, 0, 1, 4]))
-def test_a_varlen_plan_holds_the_queries_with_keys_and_no_others(lengths: list[tuple[int, int]], right: int) -> None:
+def test_varlen_sequences_hold_the_queries_with_keys_and_no_others(lengths: list[tuple[int, int]], right: int) -> None:
     offsets_q, offsets_k = ([0, *itertools.accumulate(each[axis] for each in lengths)] for axis in (0, 1))
-    plan = VarlenPlan.of(offsets_q, offsets_k, right)
+    sequences = VarlenSequences.of(offsets_q, offsets_k, right)
     wanted_q, wanted_k, wanted_lengths = [], [], []
     for first_q, first_k, (seqlen_q, seqlen_k) in zip(offsets_q, offsets_k, lengths, strict=False):
         seen = [first_q + i for i, row in enumerate(visible(seqlen_q, seqlen_k, -1, right)) if any(row)]
@@ -195,16 +195,16 @@ def test_a_varlen_plan_holds_the_queries_with_keys_and_no_others(lengths: list[t
             wanted_q += seen
             wanted_k += range(first_k, first_k + seqlen_k)
             wanted_lengths.append((len(seen), seqlen_k))
-    assert [token for span in plan.spans_q for token in range(*span)] == wanted_q
-    assert [token for span in plan.spans_k for token in range(*span)] == wanted_k
-    assert plan.ends_q == list(itertools.accumulate(each[0] for each in wanted_lengths))
-    assert plan.ends_k == list(itertools.accumulate(each[1] for each in wanted_lengths))
+    assert [token for span in sequences.spans_q for token in range(*span)] == wanted_q
+    assert [token for span in sequences.spans_k for token in range(*span)] == wanted_k
+    assert sequences.ends_q == list(itertools.accumulate(each[0] for each in wanted_lengths))
+    assert sequences.ends_k == list(itertools.accumulate(each[1] for each in wanted_lengths))
 
 
-def call(operator: str, **changed: Any) -> Call:
+def call(operator: str, **changed: Any) -> OperatorCall:
     k = torch.zeros(1, 3, 2, 16)
     heads = {"head_num": 4} if operator == TRAINING else {"num_heads": 4, "num_key_value_heads": 2}
-    return Call(operator, {"query": torch.zeros(1, 3, 4, 16), "key": k, "value": k, **heads} | changed)
+    return OperatorCall(operator, {"query": torch.zeros(1, 3, 4, 16), "key": k, "value": k, **heads} | changed)
 
 
 @pytest.mark.parametrize("operator", [TRAINING, INFERENCE])

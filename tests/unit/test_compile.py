@@ -23,7 +23,7 @@ from fastattention import (
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cpu.attention.backend import CpuBackend
-from unit.functions import CALLS, Call
+from unit.functions import CALLS, FunctionCall
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor needs a C++ compiler, and there is no c++"
@@ -51,7 +51,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 @EVERY_CALL
-def test_compiled_is_eager_bit_for_bit(call: Call) -> None:
+def test_compiled_is_eager_bit_for_bit(call: FunctionCall) -> None:
     tensors, expected_tensors = call.tensors(), call.tensors()
     with torch.no_grad():
         assert_same(compiled(call.run)(tensors), call.run(expected_tensors))
@@ -60,7 +60,7 @@ def test_compiled_is_eager_bit_for_bit(call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", DIFFERENTIABLE, ids=[call.name for call in DIFFERENTIABLE])
-def test_compiled_gradients_are_eager_ones(call: Call) -> None:
+def test_compiled_gradients_are_eager_ones(call: FunctionCall) -> None:
     def gradients(run: Callable[..., tuple[Tensor, ...]]) -> dict[str, Tensor]:
         tensors = {name: x.requires_grad_(x.is_floating_point()) for name, x in call.tensors().items()}
         loss = sum((x * torch.arange(x.numel()).view(x.shape).sin()).sum() for x in run(tensors))

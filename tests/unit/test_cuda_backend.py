@@ -136,9 +136,9 @@ def test_it_says_which_kernel_serves_a_cache(backend: CudaBackend, call: dict[st
 
 def launches(backend: CudaBackend, **call: Any) -> list[tuple[str, int]]:
     """(entry, CTAs) of the launches of a call."""
-    plan = backend._plan(dataclasses.replace(PROBLEM, device=torch.device("cuda", A100), **call))
-    steps = [plan.append] if plan.append is not None else []
-    return [(step.variant.entries[step.entry].name, step.num_ctas) for step in [*steps, *plan.attention]]
+    launches = backend._launches(dataclasses.replace(PROBLEM, device=torch.device("cuda", A100), **call))
+    steps = [launches.append] if launches.append is not None else []
+    return [(step.variant.entries[step.entry].name, step.num_ctas) for step in [*steps, *launches.attention]]
 
 
 def test_a_decode_of_few_rows_is_one_kernel(backend: CudaBackend) -> None:
@@ -167,8 +167,8 @@ def test_nothing_is_launched_for_nothing(backend: CudaBackend) -> None:
 
 def test_a_kernel_is_chosen_once_for_equal_problems(backend: CudaBackend) -> None:
     problem = dataclasses.replace(PROBLEM, **CACHE)
-    assert backend._plan(problem) is backend._plan(dataclasses.replace(problem))
-    assert backend._plan(problem) is not backend._plan(dataclasses.replace(problem, seqlen_k=257))
+    assert backend._launches(problem) is backend._launches(dataclasses.replace(problem))
+    assert backend._launches(problem) is not backend._launches(dataclasses.replace(problem, seqlen_k=257))
 
 
 def test_the_backend_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

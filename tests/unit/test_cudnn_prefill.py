@@ -142,7 +142,7 @@ def test_an_explanation_says_so() -> None:
     assert backend.how(LOWER_RIGHT) == ""
 
 
-class Call:
+class CudnnCall:
     """A problem in bfloat16, with its tensors, here on the CPU, and its exact result."""
 
     def __init__(self, problem: Problem) -> None:
@@ -168,8 +168,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 @pytest.mark.parametrize("problem", [FULL, SQUARE], ids=["full", "causal"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 def test_its_plan_calls_the_operator(kernel: Kernel, problem: Problem, return_lse: bool) -> None:
-    call = Call(replace(problem, return_lse=return_lse))
-    out, lse, mask = SdpaBackend().plan(call.problem, call.inputs)(call.inputs)
+    call = CudnnCall(replace(problem, return_lse=return_lse))
+    out, lse, mask = SdpaBackend().make_call(call.problem, call.inputs)(call.inputs)
     assert kernel.calls == 1
     assert torch.equal(out, call.exact.out.to(torch.bfloat16))
     assert out.is_contiguous()
@@ -180,16 +180,16 @@ def test_its_plan_calls_the_operator(kernel: Kernel, problem: Problem, return_ls
 
 
 def test_its_plan_leaves_other_tensors_to_the_rest(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, general = Call(FULL), AttentionOutput(torch.zeros(1), None)
+    call, general = CudnnCall(FULL), AttentionOutput(torch.zeros(1), None)
     monkeypatch.setattr(SdpaBackend, "_forward", lambda self, problem, inputs: general)
-    attend = SdpaBackend().plan(call.problem, call.inputs)
+    attend = SdpaBackend().make_call(call.problem, call.inputs)
     with sdpa_kernel([SDPBackend.MATH]):
         assert attend(call.inputs) is general
     memory = torch.randn(call.inputs.k.numel() + 1).to(torch.bfloat16)
     assert attend(call.inputs._replace(k=memory[1:].view_as(call.inputs.k))) is general
     gaps = torch.randn(2, 40, 2, 65).to(torch.bfloat16)[..., :64]
     strided: Inputs = call.inputs._replace(v=gaps)
-    assert SdpaBackend().plan(call.problem, strided)(strided) is general
+    assert SdpaBackend().make_call(call.problem, strided)(strided) is general
     assert kernel.calls == 0
     attend(call.inputs)
     assert kernel.calls == 1

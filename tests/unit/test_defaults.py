@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattention import DenseKVStore, PackedKVStore, fast_attn_func, merge_attn_states
-from unit.functions import CALLS, Call
+from unit.functions import CALLS, FunctionCall
 
 DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
 every_default = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -39,7 +39,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
-def test_every_function_gives_the_same_bits(call: Call, backend: str, device: str, dtype: torch.dtype) -> None:
+def test_every_function_gives_the_same_bits(call: FunctionCall, backend: str, device: str, dtype: torch.dtype) -> None:
     tensors, expected_tensors = call.tensors(), call.tensors()
     expected = call.run(expected_tensors, backend)
     with defaults(device, dtype):
@@ -51,7 +51,7 @@ def test_every_function_gives_the_same_bits(call: Call, backend: str, device: st
 @every_default
 @every_device
 @pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=lambda call: call.name)
-def test_gradients_are_the_same_bits(call: Call, device: str, dtype: torch.dtype) -> None:
+def test_gradients_are_the_same_bits(call: FunctionCall, device: str, dtype: torch.dtype) -> None:
     found = []
     for context in (defaults("cpu", torch.float32), defaults(device, dtype)):
         leaves = {name: x.requires_grad_(x.is_floating_point()) for name, x in call.tensors().items()}

@@ -17,7 +17,7 @@ from fastattention.integrations.transformers.versions import OLDEST
 
 ROOT = Path(__file__).parents[2]
 INSTALLATION = (ROOT / "docs" / "get-started" / "installation.md").read_text()
-CONFIG = (ROOT / "fastattention" / "config.py").read_text()
+ENVIRONMENT = (ROOT / "fastattention" / "environment.py").read_text()
 RUNNABLE = ["README.md", "docs/index.md", "docs/get-started/first-calls.md"]
 RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "block-masks", "linear-attention", "flash-attn")]
 DOCUMENTED_EXTRAS = ("transformers", "plot", "cuda12")
@@ -43,7 +43,7 @@ def test_installation_names_the_minimum_versions_of_pyproject() -> None:
 def test_every_environment_variable_has_its_row_and_its_reader() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     documented = set(re.findall(r"^\| `(FASTATTENTION_\w+)`", page, re.MULTILINE))
-    assert documented == set(re.findall(r"\"(FASTATTENTION_\w+)\"", CONFIG))
+    assert documented == set(re.findall(r"\"(FASTATTENTION_\w+)\"", ENVIRONMENT))
 
 
 def test_command_line_page_is_what_the_script_writes() -> None:

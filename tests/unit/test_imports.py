@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from those below it. The package itself stands for its public functions.
 LAYERS = (
-    ("errors", "config", "sizes", "files"),
+    ("errors", "environment", "sizes", "files"),
     ("gpu_runtime",),
     ("engine",),
     ("attention.problem", "linear.problem", "threads", "quantized", "host_numbers"),

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattention
 from fastattention import ArgumentError, UnsupportedError, fast_attn_func, fast_attn_with_kvcache
-from unit.functions import CALLS, Call
+from unit.functions import CALLS, FunctionCall
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -156,7 +156,7 @@ def test_attention_backward_passes_opcheck(with_lse: bool, is_saved: bool, backe
 
 
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
-def test_fake_results_look_like_real_ones(call: Call) -> None:
+def test_fake_results_look_like_real_ones(call: FunctionCall) -> None:
     real = call.run(call.tensors())
     mode = FakeTensorMode()
     with mode:
@@ -169,7 +169,7 @@ def test_fake_results_look_like_real_ones(call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
-def test_meta_tensors_need_no_data(call: Call) -> None:
+def test_meta_tensors_need_no_data(call: FunctionCall) -> None:
     real = call.run(call.tensors())
     meta = call.run({name: x.to("meta") for name, x in call.tensors().items()})
     assert [(x.shape, x.dtype) for x in meta] == [(x.shape, x.dtype) for x in real]
@@ -179,7 +179,7 @@ def test_meta_tensors_need_no_data(call: Call) -> None:
 @sampled
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-def test_a_traced_graph_is_one_operator_and_computes_the_same(call: Call, tracing_mode: str) -> None:
+def test_a_traced_graph_is_one_operator_and_computes_the_same(call: FunctionCall, tracing_mode: str) -> None:
     names = list(call.tensors())
     graph = make_fx(lambda *tensors: call.run(dict(zip(names, tensors, strict=True))), tracing_mode=tracing_mode)(
         *call.tensors().values()

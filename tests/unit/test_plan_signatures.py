@@ -19,7 +19,7 @@ from fastattention.attention.validation import KvCacheArguments, Options, prepar
 from unit.plan_calls import (
     FUNCTIONS,
     Arguments,
-    Call,
+    Function,
     assert_new,
     dense,
     every_function,
@@ -219,7 +219,7 @@ def test_a_number_in_the_place_of_a_tensor_is_refused_after_one_length() -> None
 
 
 @every_function
-def test_a_gradient_that_is_wanted_is_not_lost(function: Call, arguments: Callable[..., Arguments]) -> None:
+def test_a_gradient_that_is_wanted_is_not_lost(function: Function, arguments: Callable[..., Arguments]) -> None:
     with torch.no_grad():
         function(**arguments())
     with_grad = arguments()

@@ -31,13 +31,13 @@ from fastattention.attention import operators
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
-from fastattention.backends.cpu.attention import plan as cpu_plan
+from fastattention.backends.cpu.attention import call as cpu_call
 from fastattention.backends.cpu.library import load_library
 from fastattention.engine.operator import Plan
 from unit.plan_calls import (
     FUNCTIONS,
     Arguments,
-    Call,
+    Function,
     dense,
     every_function,
     files_of,
@@ -57,7 +57,7 @@ def num_plans() -> int:
 @every_function
 @torch.no_grad()
 def test_a_repeated_call_is_not_validated_again_and_is_right(
-    function: Call, arguments: Callable[..., Arguments]
+    function: Function, arguments: Callable[..., Arguments]
 ) -> None:
     function(**arguments())
     again = arguments()
@@ -118,7 +118,7 @@ def test_caches_that_share_memory_are_found_in_every_call() -> None:
 
 @every_function
 @torch.no_grad()
-def test_memory_is_looked_for_in_every_call(function: Call, arguments: Callable[..., Arguments]) -> None:
+def test_memory_is_looked_for_in_every_call(function: Function, arguments: Callable[..., Arguments]) -> None:
     function(**arguments())
     for name, value in arguments().items():
         if isinstance(value, Tensor):
@@ -301,7 +301,7 @@ def test_threads_share_a_plan() -> None:
 
 @every_function
 @torch.no_grad()
-def test_a_plan_keeps_no_tensor(function: Call, arguments: Callable[..., Arguments]) -> None:
+def test_a_plan_keeps_no_tensor(function: Function, arguments: Callable[..., Arguments]) -> None:
     given = arguments()
     kept = [weakref.ref(value) for value in given.values() if isinstance(value, Tensor)]
     function(**given)
@@ -343,7 +343,7 @@ def test_a_packed_store_has_plans_of_its_own() -> None:
 
 @every_function
 @torch.no_grad()
-def test_a_known_call_is_explained_and_not_computed(function: Call, arguments: Callable[..., Arguments]) -> None:
+def test_a_known_call_is_explained_and_not_computed(function: Function, arguments: Callable[..., Arguments]) -> None:
     given = arguments()
     function(**given)
     before = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
@@ -361,16 +361,16 @@ def test_other_backends_have_plans_too() -> None:
         assert torch.equal(fast_attn_func(**arguments, backend="sdpa"), first)
     problem = explain(**arguments).problem
     assert problem.layout is Layout.DENSE
-    assert not isinstance(ATTENTION_BACKENDS.get("sdpa").plan(problem, mock.Mock()), cpu_plan.CpuPlan)
+    assert not isinstance(ATTENTION_BACKENDS.get("sdpa").make_call(problem, mock.Mock()), cpu_call.CpuAttentionCall)
 
 
 @every_function
 @torch.inference_mode()
-def test_a_repeated_call_enters_few_files(function: Call, arguments: Callable[..., Arguments]) -> None:
+def test_a_repeated_call_enters_few_files(function: Function, arguments: Callable[..., Arguments]) -> None:
     given = arguments()
     function(**given)
     entered = files_of(lambda: function(**given))
-    assert "backends/cpu/attention/plan.py" in entered
+    assert "backends/cpu/attention/call.py" in entered
     assert len(entered) <= (8 if function is fast_attn_func else 11), sorted(entered)
     assert math.isfinite(float(function(**given).sum()))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastattention import ArgumentError, config, get_num_threads, set_num_threads
+from fastattention import ArgumentError, environment, get_num_threads, set_num_threads
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_other_numbers_of_threads_are_refused_and_change_nothing(num_threads: An
 
 VARIABLES = pytest.mark.parametrize(
     ("variable", "read"),
-    [("FASTATTENTION_CPU_ISA", config.cpu_isa), ("FASTATTENTION_CPU_LIBRARY", config.cpu_library)],
+    [("FASTATTENTION_CPU_ISA", environment.cpu_isa), ("FASTATTENTION_CPU_LIBRARY", environment.cpu_library)],
     ids=["isa", "library"],
 )
 
@@ -62,7 +62,10 @@ def test_a_variable_is_read_when_asked_for(
 
 @pytest.mark.parametrize(
     ("variable", "read"),
-    [("FASTATTENTION_CHECK_RANGE", config.check_float16_range), ("FASTATTENTION_CHECK_NUMBERS", config.check_numbers)],
+    [
+        ("FASTATTENTION_CHECK_RANGE", environment.check_float16_range),
+        ("FASTATTENTION_CHECK_NUMBERS", environment.check_numbers),
+    ],
     ids=["range", "numbers"],
 )
 def test_a_switch_is_on_or_off_and_nothing_else(

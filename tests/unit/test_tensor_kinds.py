@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from fastattention import DenseKVStore, PackedKVStore, merge_attn_states
 from fastattention.errors import ArgumentError, FastAttentionError, UnsupportedError
-from unit.functions import CALLS, Call
+from unit.functions import CALLS, FunctionCall
 
 Kind = Callable[[Tensor], Tensor]
 
@@ -103,7 +103,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def made_of(call: Call, kind: Kind, names: list[str]) -> dict[str, Tensor]:
+def made_of(call: FunctionCall, kind: Kind, names: list[str]) -> dict[str, Tensor]:
     return {name: kind(x) if name in names else x for name, x in call.tensors().items()}
 
 
@@ -115,7 +115,7 @@ def values(results: tuple[Tensor, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("kind", SERVED)
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
-def test_a_kind_that_is_served_gives_the_same_bits(call: Call, kind: str, backend: str) -> None:
+def test_a_kind_that_is_served_gives_the_same_bits(call: FunctionCall, kind: str, backend: str) -> None:
     expected_tensors = call.tensors()
     expected = call.run(expected_tensors, backend)
     for names in (*([name] for name in expected_tensors), list(expected_tensors)):
@@ -132,7 +132,7 @@ def test_a_kind_that_is_served_gives_the_same_bits(call: Call, kind: str, backen
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
-def test_a_kind_that_is_not_served_is_refused(call: Call, kind: str) -> None:
+def test_a_kind_that_is_not_served_is_refused(call: FunctionCall, kind: str) -> None:
     for name, tensor in call.tensors().items():
         if kind in ("fake", "meta") and len(call.tensors()) == 1:
             continue  # all tensors are of that kind
@@ -150,7 +150,7 @@ def test_a_kind_that_is_not_served_is_refused(call: Call, kind: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
-def test_a_view_that_negates_is_read_negated_and_never_written(call: Call) -> None:
+def test_a_view_that_negates_is_read_negated_and_never_written(call: FunctionCall) -> None:
     expected = call.run(call.tensors(), "auto")
     for name, tensor in call.tensors().items():
         if not tensor.dtype.is_floating_point:
@@ -215,7 +215,7 @@ def test_stores_serve_or_refuse_and_stay_as_they_were(kind: str, store: type[Den
 
 
 def test_a_sum_over_ranks_refuses_by_name() -> None:
-    from fastattention.distributed import attention_linear_allreduce
+    from fastattention.distributed import attention_out_proj_allreduce
 
     tensors = {name: torch.randn(1, 4, 2, 8) for name in ("q", "k", "v")} | {"w_o": torch.randn(16, 16)}
     for kind, make in {**SERVED, **REFUSED}.items():
@@ -223,4 +223,4 @@ def test_a_sum_over_ranks_refuses_by_name() -> None:
             continue
         for name, tensor in tensors.items():
             with torch.no_grad(), pytest.raises(FastAttentionError, match=f"{name} (is|has|and)|(is|and) {name}"):
-                attention_linear_allreduce(**(tensors | {name: make(tensor)}))
+                attention_out_proj_allreduce(**(tensors | {name: make(tensor)}))

@@ -19,7 +19,7 @@ from fastattention.backends.common.traffic import (
     traffic_of,
 )
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.backends.cuda.attention.plan import make_plan
+from fastattention.backends.cuda.attention.launches import choose_launches
 from fastattention.backends.cuda.attention.traffic import tiled_keys
 from fastattention.engine.explain import Bytes, Traffic
 from fastattention.gpu_runtime import module
@@ -51,7 +51,7 @@ ONE_HEAD: dict[str, Any] = {"seqlen_q": 1024, "seqlen_k": 1024, "total_q": 1024,
 
 def traffic(problem: Problem, limits: Limits = H100, lengths: dict[tuple[int, int], int] | None = None) -> Traffic:
     extent = Extent(lengths or {(problem.seqlen_q, problem.seqlen_k): problem.batch_size})
-    keys = tiled_keys(problem, extent, make_plan(problem, limits.arch, limits), limits)
+    keys = tiled_keys(problem, extent, choose_launches(problem, limits.arch, limits), limits)
     return traffic_of(problem, extent, "cuda", keys, limits.on_chip_bytes)
 
 
@@ -111,7 +111,7 @@ def test_sequences_count_with_their_own_lengths() -> None:
 def test_a_decode_reads_its_cache_once() -> None:
     changes: dict[str, Any] = {"layout": Layout.KVCACHE, "batch_size": 4, "seqlen_q": 1, "total_q": 4, "nheads_k": 2}
     problem = dataclasses.replace(PROBLEM, **changes, seqlen_new=1)
-    assert make_plan(problem, 80, SMALL).split is not None
+    assert choose_launches(problem, 80, SMALL).split is not None
     found = traffic(problem, SMALL, {(1, 1001): 3, (1, 4096): 1})
     token = 2 * 256 * 2
     assert found.tiled == Bytes(4 * 16 * 256 + (3 * 1001 + 4096) * token, 4 * 16 * 256 + 4 * token)

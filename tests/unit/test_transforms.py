@@ -18,7 +18,7 @@ from fastattention import (
     merge_attn_states,
 )
 from fastattention.attention.backend import ATTENTION_BACKENDS
-from unit.functions import CALLS, Call
+from unit.functions import CALLS, FunctionCall
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BACKENDS = [
@@ -99,7 +99,7 @@ def test_a_backend_without_derivatives_says_so_within_a_transform() -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
-def test_vmap_of_every_function_is_a_loop(call: Call) -> None:
+def test_vmap_of_every_function_is_a_loop(call: FunctionCall) -> None:
     """Maps every tensor by itself, then all of them."""
     indices = set(call.indices)
     appends = "k" in call.shapes and "k_cache" in call.shapes
@@ -131,7 +131,7 @@ def test_vmap_refuses_to_append_to_a_cache_that_is_not_mapped() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
-def test_functionalize(call: Call) -> None:
+def test_functionalize(call: FunctionCall) -> None:
     if call.differentiable:
         assert_close(func.functionalize(call.run)(call.tensors()), call.run(call.tensors()))
         return
@@ -142,7 +142,7 @@ def test_functionalize(call: Call) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
-def test_a_trace_computes_the_same_of_other_numbers(call: Call) -> None:
+def test_a_trace_computes_the_same_of_other_numbers(call: FunctionCall) -> None:
     """Uses torch.jit.trace, which once recorded uninitialized memory."""
     indices = {name: x for name, x in call.tensors().items() if name in call.indices}
 

@@ -87,7 +87,7 @@ class KvCacheArguments(NamedTuple):
         )  # fmt: skip
 
 
-class Scores(NamedTuple):
+class CheckedOptions(NamedTuple):
     """Options after validation: the scalars that shape the scores, ready for Problem."""
 
     softmax_scale: float
@@ -143,7 +143,7 @@ def _window_pair(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
     return left, right
 
 
-def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) -> Scores:
+def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) -> CheckedOptions:
     """Validates the values of the scalar arguments and fills in defaults."""
     scale = headdim**-0.5 if options.softmax_scale is None else options.softmax_scale
     if not abs(scale) <= _FLOAT32.max:
@@ -164,7 +164,7 @@ def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) 
         raise ArgumentError(f"qk_dtype must be None or {_QK_DTYPE_NAMES}, got {options.qk_dtype!r}")
     # A side this wide hides nothing; kernels hold it in 32 bits.
     widest = seqlen_q + seqlen_k
-    return Scores(
+    return CheckedOptions(
         softmax_scale=scale,
         window_left=min(options.window_left, widest),
         window_right=0 if options.causal else min(options.window_right, widest),

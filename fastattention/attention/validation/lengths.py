@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fastattention import config
+from fastattention import environment
 from fastattention.attention.problem import Inputs, Problem
 from fastattention.attention.validation.common import Options
 from fastattention.attention.validation.quantized import check_not_expanded
@@ -21,7 +21,7 @@ from fastattention.errors import ArgumentError
 
 def are_checked(tensor: Tensor) -> bool:
     """Whether values are checked in calls on the device of `tensor`."""
-    return tensor.is_cpu or config.check_numbers()
+    return tensor.is_cpu or environment.check_numbers()
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None, rows_behind: bool = False) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import lengths
-from fastattention.attention.validation.blocks import check_block_mask
+from fastattention.attention.validation.block_masks import check_block_mask
 from fastattention.attention.validation.common import (
     Options,
     as_kernels_read,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastattention import config
+from fastattention import environment
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.chips import Chip, find_chip
@@ -140,7 +140,7 @@ class AscendBackend(AttentionBackend):
         return None
 
     def _implementations(self) -> tuple[str, ...]:
-        return config.ascend_kernels() if self._forced is None else (self._forced,)
+        return environment.ascend_kernels() if self._forced is None else (self._forced,)
 
     def _why_no_operators(self) -> str | None:
         return _why_no_operators()

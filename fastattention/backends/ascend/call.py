@@ -28,7 +28,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]  # of Triton-Ascend's compiler
 
 
-class Prepared(NamedTuple):
+class PreparedLaunches(NamedTuple):
     """Launches of a call, in order, and the results they write."""
 
     launches: list[Launch]
@@ -50,7 +50,7 @@ def choose_num_splits(problem: Problem, tiling: Tiling, chip: Chip) -> int:
     return decode_splits(row_blocks, -(-problem.seqlen_k // tiling.outer_tile_n), chip.num_cores)
 
 
-def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Prepared:
+def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> PreparedLaunches:
     """Launches of the kernels for `problem`, and tensors for their results.
 
     inputs: q as it is to be multiplied, after rotary embedding; caches with the new tokens appended.
@@ -63,7 +63,7 @@ def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Pre
     if inputs.block_table is not None and inputs.block_table.shape[1] == 0:
         inputs = inputs._replace(block_table=inputs.block_table.new_zeros(problem.batch_size, 1))  # one is always read
     if 0 in problem.out_shape:
-        return Prepared([], keyless(problem, inputs))
+        return PreparedLaunches([], keyless(problem, inputs))
     out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
     if problem.layout is Layout.VARLEN:  # no tile has the rows after the last sequence
@@ -71,7 +71,7 @@ def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Pre
         lse.fill_(-torch.inf)
     if num_splits == 1:
         launches = [_forward(problem, inputs, tiling, chip, 1, out, _Strides.of_lse(problem, lse))]
-        return Prepared(launches, AttentionOutput(out, lse if problem.return_lse else None))
+        return PreparedLaunches(launches, AttentionOutput(out, lse if problem.return_lse else None))
     return _prepare_split(problem, inputs, tiling, chip, num_splits, out)
 
 
@@ -118,7 +118,7 @@ def _key_strides(tensor: Tensor) -> tuple[int, int, int]:
 
 def _prepare_split(
     problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip, num_splits: int, out: Tensor
-) -> Prepared:
+) -> PreparedLaunches:
     """Partial results in float32, one for each split, and their merge. Rows of both are in the order of out."""
     from fastattention.backends.ascend import kernels
 
@@ -149,7 +149,9 @@ def _prepare_split(
         {},
     )
     # Heads come first in lse: a view now, which `finish` copies once the launches have run.
-    return Prepared([forward, merge], AttentionOutput(out, lse.transpose(-1, -2) if problem.return_lse else None))
+    return PreparedLaunches(
+        [forward, merge], AttentionOutput(out, lse.transpose(-1, -2) if problem.return_lse else None)
+    )
 
 
 def finish(output: AttentionOutput) -> AttentionOutput:

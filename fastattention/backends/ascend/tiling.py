@@ -15,7 +15,7 @@ from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.tiles import (
     CHUNK_KEYS,
     FLOAT32_BYTES,
-    Shape,
+    HeadShape,
     Tiling,
     cube_tiles,
     update_rows,
@@ -85,7 +85,7 @@ def why_not_fit(
             f"outer_tile_m={tiling.outer_tile_m} and outer_tile_n={tiling.outer_tile_n} exceed the mask tile: "
             f"their sum may be {MASK_TILE}"
         )
-    shape = Shape(padded(headdim), padded(headdim_v), dtype.itemsize, int8_cache=int8_cache)
+    shape = HeadShape(padded(headdim), padded(headdim_v), dtype.itemsize, int8_cache=int8_cache)
     for use in buffer_uses(tiling, shape, chip, by_hand):
         if use.used > use.allowed:
             parts = ", ".join(f"{part} {size}" for part, size in use.parts.items())
@@ -93,7 +93,7 @@ def why_not_fit(
     return None
 
 
-def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False) -> list[BufferUse]:
+def buffer_uses(tiling: Tiling, shape: HeadShape, chip: Chip, by_hand: bool = False) -> list[BufferUse]:
     """What a tiling takes of every buffer of a core. Buffers of level 0 come first; the others depend on their sizes.
 
     by_hand: a kernel written by hand computes a slice of scores in place and has in L1 only the keys and values that it

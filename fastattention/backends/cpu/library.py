@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 import fastattention.backends.cpu
-from fastattention import config
+from fastattention import environment
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cpu.headers import STRUCTS
 from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
@@ -106,7 +106,7 @@ class Library:
     def _chosen_isa(self) -> int:
         if not self.isas:
             raise LibraryError("the library was built for none of the instruction sets of this processor")
-        wanted = config.cpu_isa()
+        wanted = environment.cpu_isa()
         if wanted is None:
             return len(self.isas) - 1
         if wanted not in self.isas:
@@ -189,7 +189,7 @@ class Library:
 
 def find_library() -> Path:
     """FASTATTENTION_CPU_LIBRARY, else the library of this installation. Raises LibraryError when there is none."""
-    override = config.cpu_library()
+    override = environment.cpu_library()
     if override is not None:
         return Path(override)
     for folder in fastattention.backends.cpu.__path__:

@@ -51,14 +51,14 @@ class SdpaBackend(AttentionBackend):
         """The reason where cuDNN, or FlashAttention-2's backward, is faster."""
         return cudnn_prefill.why_faster(problem) or gpu_kernels.why_faster_backward(problem)
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """Plans a call of cuDNN's operator where it is faster."""
         generally = functools.partial(self._forward, problem)
-        return generally if cudnn_prefill.why_faster(problem) is None else cudnn_prefill.plan(problem, generally)
+        return generally if cudnn_prefill.why_faster(problem) is None else cudnn_prefill.make_call(problem, generally)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
-        """Attention, planned for this call alone."""
-        return self.plan(problem, inputs)(inputs)
+        """Attention, prepared for this call alone."""
+        return self.make_call(problem, inputs)(inputs)
 
     def _forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, splits the call into sequences of one length, attends to each and joins the results."""

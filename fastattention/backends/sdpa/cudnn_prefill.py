@@ -37,7 +37,7 @@ def why_faster(problem: Problem) -> str | None:
     return "1.3 to 2.3 times as fast as our kernels on an H100"
 
 
-def plan(problem: Problem, otherwise: Callable[[Inputs], AttentionOutput]) -> Callable[[Inputs], AttentionOutput]:
+def make_call(problem: Problem, otherwise: Callable[[Inputs], AttentionOutput]) -> Callable[[Inputs], AttentionOutput]:
     """Plans calls of a problem that cuDNN serves faster.
 
     otherwise: serves tensors that are not aligned, and calls while torch has cuDNN's attention switched off. It also

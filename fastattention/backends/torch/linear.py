@@ -40,7 +40,7 @@ class TorchBackend(LinearBackend):
         """Serves everything."""
         return None
 
-    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+    def make_call(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """The computation itself; nothing is prepared."""
         chunk = _CHUNK[problem.gate_per_key] if problem.chunked else 1
 

@@ -41,7 +41,7 @@ PEERS = {
 }
 # Lengths of variable-length sequences as parts of TOKENS.
 UNEVEN = (0.25, 0.19, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 
 
 def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
@@ -95,11 +95,13 @@ def tensors(*tokens: int, headdim: int, device: str = "cuda") -> tuple[Tensor, T
 
 def dense_calls(
     backends: Mapping[str, AttentionBackend], headdim: int, causal: bool, seqlen: int
-) -> tuple[dict[str, Call], float]:
+) -> tuple[dict[str, TimedCall], float]:
     """Every path and peer on sequences of one length, and the floating-point operations of a call."""
     q, k, v = tensors(TOKENS // seqlen, seqlen, headdim=headdim)
     problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
-    calls: dict[str, Call] = {name: partial(backend.forward, problem, inputs) for name, backend in backends.items()}
+    calls: dict[str, TimedCall] = {
+        name: partial(backend.forward, problem, inputs) for name, backend in backends.items()
+    }
     q, k, v = heads_first(q), heads_first(k), heads_first(v)
     for name, peer in PEERS.items():
         calls[name] = partial(sdpa, peer, q, k, v, causal)
@@ -117,14 +119,18 @@ def sdpa(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def varlen_calls(backends: Mapping[str, AttentionBackend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
+def varlen_calls(
+    backends: Mapping[str, AttentionBackend], headdim: int, causal: bool
+) -> tuple[dict[str, TimedCall], float]:
     """Every path on variable-length sequences of uneven length."""
     lengths = [round(TOKENS * part) for part in UNEVEN]
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     q, k, v = tensors(sum(lengths), headdim=headdim)
     options = Options(causal=causal, window_right=0 if causal else -1)
     problem, inputs = prepare_varlen(q, k, v, offsets, offsets, max(lengths), max(lengths), options)
-    calls: dict[str, Call] = {name: partial(backend.forward, problem, inputs) for name, backend in backends.items()}
+    calls: dict[str, TimedCall] = {
+        name: partial(backend.forward, problem, inputs) for name, backend in backends.items()
+    }
     return calls, sum(4.0 * length**2 * HIDDEN for length in lengths) * (0.5 if causal else 1.0)
 
 
@@ -145,7 +151,13 @@ def dense_equivalent(
 
 
 def record(
-    tokens: str, headdim: int, causal: bool, flops: float, calls: dict[str, Call], rounds: int, device: str = "cuda"
+    tokens: str,
+    headdim: int,
+    causal: bool,
+    flops: float,
+    calls: dict[str, TimedCall],
+    rounds: int,
+    device: str = "cuda",
 ) -> dict[str, Any]:
     """Times the calls in turns; a peer that does not serve this device or problem is left out, with its reason.
 
@@ -180,7 +192,7 @@ def call_microseconds() -> dict[str, float]:
     }
 
 
-def processor_microseconds(call: Call, count: int = 3000) -> float:
+def processor_microseconds(call: TimedCall, count: int = 3000) -> float:
     """Median over rounds of the time until a call returns."""
     samples = []
     for _ in range(7):

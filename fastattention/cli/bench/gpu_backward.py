@@ -27,7 +27,7 @@ from fastattention.cli.bench.gpu import (
     HIDDEN,
     PEERS,
     TOKENS,
-    Call,
+    TimedCall,
     capability,
     heads_first,
     paths_to_time,
@@ -71,13 +71,13 @@ def measure(backends: Mapping[str, CudaBackend], seqlens: Sequence[int], rounds:
 
 def calls_of(
     backends: Mapping[str, CudaBackend], headdim: int, causal: bool, seqlen: int, device: str = "cuda"
-) -> dict[str, Call]:
+) -> dict[str, TimedCall]:
     """The backward of every path and peer. Its forward runs before and is not part of the call."""
     q, k, v = tensors(TOKENS // seqlen, seqlen, headdim=headdim, device=device)
     grad = torch.randn_like(q)
     problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
     problem = replace(problem, grads=("q", "k", "v"))
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     for name, backend in backends.items():
         result = backend.forward(problem, inputs)
         calls[name] = partial(backend.backward, problem, inputs, result, OutputGradients(grad, None))

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.cli.bench.gpu import Call, processor_microseconds, show_reasons
+from fastattention.cli.bench.gpu import TimedCall, processor_microseconds, show_reasons
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved_on_device, time_on_device
 from fastattention.cli.console import OUTPUT, progress_bar
@@ -40,7 +40,7 @@ MOST_BYTES = 40_000_000_000  # largest cache
 CACHE_TURN_BYTES = 400_000_000  # size of all caches that take turns: several times the L2 cache
 
 
-class Shape(NamedTuple):
+class DecodeShape(NamedTuple):
     """Sequences of one length."""
 
     batch_size: int
@@ -59,7 +59,7 @@ FULL_LENGTHS = ((1, 1024), (1, 4096), (1, 8192), (1, 65536), (1, 131072), (8, 40
                 (64, 16384))  # fmt: skip
 QUICK_LENGTHS = ((1, 8192), (8, 32768))
 # Shapes for which other layouts and older paths are measured too.
-VARIED = (Shape(1, 32, 8, 65536), Shape(8, 32, 8, 32768), Shape(1, 32, 32, 8192))
+VARIED = (DecodeShape(1, 32, 8, 65536), DecodeShape(8, 32, 8, 32768), DecodeShape(1, 32, 32, 8192))
 
 
 def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
@@ -70,7 +70,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     if not torch.cuda.is_available():
         raise ArgumentError("question 'gpu_decode' needs a CUDA device, and torch sees none")
     lengths = FULL_LENGTHS if len(seqlens) > 2 else QUICK_LENGTHS
-    shapes = [Shape(batch, *heads, seqlen) for heads in HEADS for batch, seqlen in lengths]
+    shapes = [DecodeShape(batch, *heads, seqlen) for heads in HEADS for batch, seqlen in lengths]
     major, minor = torch.cuda.get_device_capability()
     machine = {**describe_machine(), "capability": 10 * major + minor}
     report = {
@@ -83,7 +83,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     write_record(output / "gpu_decode.json", report)
 
 
-def measure(shapes: Sequence[Shape], rounds: int) -> list[dict[str, Any]]:
+def measure(shapes: Sequence[DecodeShape], rounds: int) -> list[dict[str, Any]]:
     """A record for every shape."""
     records = []
     with progress_bar() as bar:
@@ -99,7 +99,7 @@ def measure(shapes: Sequence[Shape], rounds: int) -> list[dict[str, Any]]:
     return records
 
 
-Way = Callable[[Shape, Tensor, Tensor], Call]
+Way = Callable[[DecodeShape, Tensor, Tensor], TimedCall]
 
 
 def variations() -> dict[str, Way]:
@@ -110,7 +110,7 @@ def variations() -> dict[str, Way]:
     return ways | {f"sm{arch} path": partial(ours, arch=arch) for arch in ARCHS if arch < newest}
 
 
-def record(shape: Shape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]:
+def record(shape: DecodeShape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]:
     """Times every way of computing a shape in turns; one that does not serve it is left out, with its reason."""
     caches = [
         tuple(
@@ -119,11 +119,11 @@ def record(shape: Shape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]
         )
         for _ in range(max(1, min(48, -(-CACHE_TURN_BYTES // shape.cache_bytes))))
     ]
-    graphs: dict[str, Graph] = {}
+    graphs: dict[str, CapturedCalls] = {}
     reasons: dict[str, str] = {}
     for name, way in ways.items():
         try:
-            graphs[name] = Graph([way(shape, k, v) for k, v in caches])
+            graphs[name] = CapturedCalls([way(shape, k, v) for k, v in caches])
         except Exception as error:  # a peer may raise anything for calls that it does not serve
             reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
     microseconds = graph_microseconds(graphs, rounds)
@@ -131,10 +131,10 @@ def record(shape: Shape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]
     return {**shape._asdict(), "microseconds": microseconds, "gbps": gbps, "reasons": reasons}
 
 
-class Graph:
+class CapturedCalls:
     """Calls that are captured once and replayed. Keeps alive the tensors that they read."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[TimedCall]) -> None:
         self.calls = calls
         for call in calls:
             call()
@@ -149,7 +149,7 @@ class Graph:
         self._graph.replay()
 
 
-def graph_microseconds(graphs: Mapping[str, Graph], rounds: int) -> dict[str, float]:
+def graph_microseconds(graphs: Mapping[str, CapturedCalls], rounds: int) -> dict[str, float]:
     """Median microseconds of a call, the graphs taking turns."""
     seconds = interleaved_on_device({name: graph.replay for name, graph in graphs.items()}, rounds, calls_per_turn=1)
     return {name: 1e6 * seconds[name] / len(graph.calls) for name, graph in graphs.items()}
@@ -164,12 +164,12 @@ def copy_bandwidth(rounds: int) -> float:
     return 2 * len(source) / seconds / 1e9
 
 
-def queries(shape: Shape) -> Tensor:
+def queries(shape: DecodeShape) -> Tensor:
     """Queries (batch_size, 1, nheads, headdim)."""
     return torch.randn(shape.batch_size, 1, shape.nheads, HEADDIM, device="cuda", dtype=torch.float16)
 
 
-def ours(shape: Shape, k: Tensor, v: Tensor, arch: int | None = None, **more: Tensor) -> Call:
+def ours(shape: DecodeShape, k: Tensor, v: Tensor, arch: int | None = None, **more: Tensor) -> TimedCall:
     """Our backend on a cache as it lies, by the code path `arch`."""
     backend = CudaBackend(arch)
     seqlens = torch.full((shape.batch_size,), shape.seqlen, dtype=torch.int32, device="cuda")
@@ -177,7 +177,7 @@ def ours(shape: Shape, k: Tensor, v: Tensor, arch: int | None = None, **more: Te
     return partial(backend.forward, *prepare_kvcache(arguments, Options()))
 
 
-def in_pages(size: int, shape: Shape, k: Tensor, v: Tensor) -> Call:
+def in_pages(size: int, shape: DecodeShape, k: Tensor, v: Tensor) -> TimedCall:
     """Our backend on the same memory as pages in random order."""
     num_blocks = shape.batch_size * shape.seqlen // size
     table = torch.randperm(num_blocks, device="cuda").int().reshape(shape.batch_size, -1)
@@ -185,13 +185,13 @@ def in_pages(size: int, shape: Shape, k: Tensor, v: Tensor) -> Call:
     return ours(shape, k, v, block_table=table)
 
 
-def in_bytes(stored: torch.dtype, shape: Shape, k: Tensor, v: Tensor) -> Call:
+def in_bytes(stored: torch.dtype, shape: DecodeShape, k: Tensor, v: Tensor) -> TimedCall:
     """Our backend on a quantized cache."""
     (k_stored, k_scale), (v_stored, v_scale) = quantize(k, stored), quantize(v, stored)
     return ours(shape, k_stored, v_stored, k_scale=k_scale, v_scale=v_scale)
 
 
-def by_torch(peer: SDPBackend, shape: Shape, k: Tensor, v: Tensor) -> Call:
+def by_torch(peer: SDPBackend, shape: DecodeShape, k: Tensor, v: Tensor) -> TimedCall:
     """Torch's attention by one of its kernels."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (queries(shape), k, v))
 

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from fastattention import linear
 from fastattention.backends.cpu.library import measure_peaks
 from fastattention.cli.bench import gpu_decode, timing
-from fastattention.cli.bench.gpu import Call, show_reasons
+from fastattention.cli.bench.gpu import TimedCall, show_reasons
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
@@ -99,7 +99,7 @@ def workloads(device: str) -> list[LinearWorkload]:
 def record(workload: LinearWorkload, device: str, rounds: int) -> dict[str, Any]:
     """Times every peer in turns; one that does not serve the call is left out, with its reason."""
     tensors, state = workload.tensors(device)
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     reasons: dict[str, str] = {}
     with torch.no_grad():
         for name, make in PEERS.items():
@@ -116,19 +116,19 @@ def record(workload: LinearWorkload, device: str, rounds: int) -> dict[str, Any]
     return {**asdict(workload), "state_bytes": workload.state_bytes, "seconds": seconds, "reasons": reasons}
 
 
-def gpu_seconds(workload: LinearWorkload, calls: dict[str, Call], rounds: int) -> dict[str, float]:
+def gpu_seconds(workload: LinearWorkload, calls: dict[str, TimedCall], rounds: int) -> dict[str, float]:
     """Seconds of each call, and of single tokens in a graph. A slow peer is timed once, after a warm-up call."""
     slow = {name: call for name, call in calls.items() if timing.time_on_device(call) > SLOW_SECONDS}
     seconds = timing.interleaved_on_device({name: call for name, call in calls.items() if name not in slow}, rounds)
     seconds |= {name: timing.time_on_device(call) for name, call in slow.items()}
     if workload.seqlen == 1:
-        graphs = {name: gpu_decode.Graph([call] * 20) for name, call in calls.items() if name in CAPTURED}
+        graphs = {name: gpu_decode.CapturedCalls([call] * 20) for name, call in calls.items() if name in CAPTURED}
         in_graphs = gpu_decode.graph_microseconds(graphs, rounds)
         seconds |= {f"{name}, graph": taken / 1e6 for name, taken in in_graphs.items()}
     return seconds
 
 
-def ours(workload: LinearWorkload, tensors: list[Tensor], state: Tensor, backend: str = "auto") -> Call:
+def ours(workload: LinearWorkload, tensors: list[Tensor], state: Tensor, backend: str = "auto") -> TimedCall:
     """A call of the public functions."""
     arguments: dict[str, Any] = {"initial_state": state, "output_final_state": True, "backend": backend}
     prefix = "chunk" if workload.seqlen > 1 else "recurrent"
@@ -138,7 +138,7 @@ def ours(workload: LinearWorkload, tensors: list[Tensor], state: Tensor, backend
     return functools.partial(getattr(linear, f"{prefix}_gla"), *tensors, **arguments)
 
 
-def by_transformers(workload: LinearWorkload, tensors: list[Tensor], state: Tensor) -> Call:
+def by_transformers(workload: LinearWorkload, tensors: list[Tensor], state: Tensor) -> TimedCall:
     """The function of Transformers' models in operations of torch, whatever integration has replaced it."""
     if workload.rule != "gated delta rule":
         raise ValueError("Transformers has the gated delta rule alone")
@@ -151,7 +151,7 @@ def by_transformers(workload: LinearWorkload, tensors: list[Tensor], state: Tens
     )
 
 
-def by_fla(workload: LinearWorkload, tensors: list[Tensor], state: Tensor) -> Call:
+def by_fla(workload: LinearWorkload, tensors: list[Tensor], state: Tensor) -> TimedCall:
     """flash-linear-attention's kernels."""
     arguments: dict[str, Any] = {"initial_state": state, "output_final_state": True}
     prefix = "chunk" if workload.seqlen > 1 else "fused_recurrent"
@@ -167,7 +167,7 @@ def by_fla(workload: LinearWorkload, tensors: list[Tensor], state: Tensor) -> Ca
     return functools.partial(function, *qkv, g=g, **arguments)
 
 
-PEERS: dict[str, Callable[[LinearWorkload, list[Tensor], Tensor], Call]] = {
+PEERS: dict[str, Callable[[LinearWorkload, list[Tensor], Tensor], TimedCall]] = {
     OURS: ours,
     "fla": by_fla,
     "Transformers": by_transformers,

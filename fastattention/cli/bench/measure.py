@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fastattention.cli.bench.accuracy import max_error
 from fastattention.cli.bench.peaks import limit_loop
-from fastattention.cli.bench.peers import Peer, Prepared
+from fastattention.cli.bench.peers import Peer, PreparedPeer
 from fastattention.cli.bench.timing import Timing, interleaved
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_tensors
 
@@ -48,7 +48,7 @@ def measure(
     peers: available ones; their order is kept.
     """
     tensors = make_tensors(workload)
-    prepared: dict[str, Prepared] = {}
+    prepared: dict[str, PreparedPeer] = {}
     results: dict[str, Measurement] = {}
     for peer in peers:
         if peer.applies_to(workload):
@@ -64,7 +64,9 @@ def measure(
     return [replace(result, timing=timings.get(name), limit_rate=limit_rate) for name, result in results.items()]
 
 
-def _first_call(workload: BenchWorkload, tensors: Tensors, peer: Peer, prepared: dict[str, Prepared]) -> Measurement:
+def _first_call(
+    workload: BenchWorkload, tensors: Tensors, peer: Peer, prepared: dict[str, PreparedPeer]
+) -> Measurement:
     """Warm up, compare and add to `prepared`. A peer that fails, by lack of memory too, is left out with its reason."""
     reason = peer.why_not(workload)
     if reason is not None:

@@ -27,7 +27,7 @@ from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.simulator.whole_chip import predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import choose_tiling
-from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, record, show_reasons, tensors
+from fastattention.cli.bench.gpu import HIDDEN, TOKENS, TimedCall, heads_first, record, show_reasons, tensors
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
@@ -88,7 +88,7 @@ def predicted_tflops(problem: Problem, flops: float, name: str) -> dict[str, flo
     return {OURS: flops / predict(SimulatedCall.of(problem), choose_tiling(problem, chip), chip).seconds / 1e12}
 
 
-def calls_of(problem: Problem, inputs: Inputs) -> dict[str, Call]:
+def calls_of(problem: Problem, inputs: Inputs) -> dict[str, TimedCall]:
     """Both of our implementations, and the operator that torch_npu's users call, with heads before tokens."""
     q, k, v = heads_first(inputs.q), heads_first(inputs.k), heads_first(inputs.v)
     return {

@@ -17,7 +17,7 @@ NAMES: dict[Limit, str] = {"fma": "FMA peak", "bf16_dot": "bf16 dot peak", "dram
 
 
 @dataclass(frozen=True)
-class Limits:
+class PeakRates:
     """Measured peaks over all threads, in 10^9 a second; None where the processor or the library cannot say."""
 
     fma: float | None = None  # float32 operations
@@ -49,10 +49,10 @@ def _bytes_to_read() -> torch.Tensor:
     return torch.ones(_LOOP_BYTES, dtype=torch.uint8, device="cpu")
 
 
-def measure_limits() -> Limits:
+def measure_limits() -> PeakRates:
     """Run the loops, a second or so."""
     reason = ATTENTION_BACKENDS.get("cpu").why_unavailable()
     if reason is not None:
-        return Limits(reason=f"the peaks are measured by the cpu backend: {reason}")
+        return PeakRates(reason=f"the peaks are measured by the cpu backend: {reason}")
     peaks = measure_peaks(fastattention.get_num_threads())
-    return Limits(peaks.fma_gflops, peaks.bf16_dot_gflops, peaks.read_gbytes_per_s)
+    return PeakRates(peaks.fma_gflops, peaks.bf16_dot_gflops, peaks.read_gbytes_per_s)

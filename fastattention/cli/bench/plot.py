@@ -9,14 +9,14 @@ from matplotlib.figure import Figure
 
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.record import title
-from fastattention.cli.bench.report import Report, fraction_of_limit, full_name, in_words, rate, who_is_here
+from fastattention.cli.bench.report import BenchReport, fraction_of_limit, full_name, in_words, rate, who_is_here
 from fastattention.cli.bench.workload import BenchWorkload
 
 OURS, OTHERS = "#c44e52", ("#4c72b0", "#8172b3", "#937860", "#55a868", "#64b5cd", "#8c8c8c", "#ccb974", "#da8bc3")
 BAR_INCHES = 0.24
 
 
-def write_png(report: Report, directory: Path) -> Path:
+def write_png(report: BenchReport, directory: Path) -> Path:
     """Draw one panel a workload into QUESTION.png in `directory`; returns its path."""
     panels = list(report.by_workload())
     columns = 2 if len(panels) > 3 else 1
@@ -35,7 +35,7 @@ def write_png(report: Report, directory: Path) -> Path:
     return path
 
 
-def _draw(panel: Axes, report: Report, workload: BenchWorkload, group: list[Measurement]) -> None:
+def _draw(panel: Axes, report: BenchReport, workload: BenchWorkload, group: list[Measurement]) -> None:
     colors, names = [OURS, *OTHERS], list(report.peers)
     values = [_value(report, one) for one in group]
     positions = range(len(group))
@@ -52,13 +52,13 @@ def _draw(panel: Axes, report: Report, workload: BenchWorkload, group: list[Meas
     panel.set_title(f"{workload.label} ({unit})", fontsize=8, loc="left")
 
 
-def _value(report: Report, one: Measurement) -> float:
+def _value(report: BenchReport, one: Measurement) -> float:
     if one.timing is None:
         return 0.0
     return one.timing.median * 1e6 if report.quantity == "time" else rate(one)[0] or 0.0
 
 
-def _text(report: Report, one: Measurement) -> str:
+def _text(report: BenchReport, one: Measurement) -> str:
     if one.timing is None:
         return one.reason or ""
     if report.quantity == "time":

@@ -1,4 +1,4 @@
-"""Report: measurements and the machine they were taken on, as tables and as JSON."""
+"""BenchReport: measurements and the machine they were taken on, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention.cli.bench.measure import Measurement
-from fastattention.cli.bench.peaks import NAMES, Limits
+from fastattention.cli.bench.peaks import NAMES, PeakRates
 from fastattention.cli.bench.peers import FASTATTENTION
 from fastattention.cli.bench.record import SCHEMA
 from fastattention.cli.bench.workload import BenchWorkload
@@ -26,13 +26,13 @@ NUMBER_WIDTH = 8  # width of a column, so that a narrow terminal wraps names and
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """One question, answered on one machine."""
 
     question: str  # names the files, e.g. "prefill"
     quantity: Quantity  # what the charts show: "time" where a call does next to no arithmetic
     machine: dict[str, Any]
-    limits: Limits
+    limits: PeakRates
     peers: dict[str, str]  # name -> version, or why it was not measured
     measurements: list[Measurement]
 
@@ -80,7 +80,7 @@ def rate(one: Measurement) -> tuple[float | None, str]:
     return (one.gbytes_per_s, "GB/s") if one.workload.limit == "dram_read" else (one.gflops, "GFLOP/s")
 
 
-def fraction_of_limit(one: Measurement, limits: Limits) -> float | None:
+def fraction_of_limit(one: Measurement, limits: PeakRates) -> float | None:
     """Rate over the processor's limit, measured in the same turns if possible; None where either is unknown."""
     limit: float | None = one.limit_rate or getattr(limits, one.workload.limit)
     value, _ = rate(one)
@@ -95,7 +95,7 @@ def fastattention_speedup(one: Measurement, group: list[Measurement]) -> float |
     return one.timing.median / ours.median
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: BenchReport, console: Console) -> None:
     """Print a table for each workload."""
     for workload, group in report.by_workload():
         console.print(_table(report, workload, group))
@@ -122,7 +122,7 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _table(report: Report, workload: BenchWorkload, group: list[Measurement]) -> Table:
+def _table(report: BenchReport, workload: BenchWorkload, group: list[Measurement]) -> Table:
     """The table of a workload; columns without any value are left out."""
     cells = {
         "time": [_time(one) for one in group],

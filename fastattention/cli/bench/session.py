@@ -11,10 +11,10 @@ from typing import Any
 from rich.markup import escape
 
 from fastattention.cli.bench.measure import Measurement, measure
-from fastattention.cli.bench.peaks import NAMES, Limits, measure_limits
+from fastattention.cli.bench.peaks import NAMES, PeakRates, measure_limits
 from fastattention.cli.bench.peers import ALL_PEERS, Peer
 from fastattention.cli.bench.record import title
-from fastattention.cli.bench.report import Quantity, Report, show, who_is_here
+from fastattention.cli.bench.report import BenchReport, Quantity, show, who_is_here
 from fastattention.cli.bench.workload import BenchWorkload
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, status
 from fastattention.cli.machine import describe_machine
@@ -25,7 +25,7 @@ class Session:
     """The machine, its limits and the peers, which all questions of one run share."""
 
     machine: dict[str, Any]
-    limits: Limits
+    limits: PeakRates
 
 
 def run_question(question: str, workloads: list[BenchWorkload], seconds: float, directory: Path) -> None:
@@ -57,7 +57,7 @@ def show_header(session: Session) -> None:
         OUTPUT.print(f"{escape(', '.join(machine['gpus']))}: not measured, this benchmark runs on the CPU only")
 
 
-def answer(session: Session, question: str, workloads: list[BenchWorkload], seconds: float) -> Report:
+def answer(session: Session, question: str, workloads: list[BenchWorkload], seconds: float) -> BenchReport:
     """Measure `workloads`, each for about `seconds`, with every available peer."""
     peers = [peer for peer in ALL_PEERS if any(peer.applies_to(workload) for workload in workloads)]
     available = [peer for peer in peers if peer.why_unavailable() is None]
@@ -73,12 +73,12 @@ def answer(session: Session, question: str, workloads: list[BenchWorkload], seco
             measurements += measure(workload, available, seconds, on_progress)
     # The chart of calls that do next to no arithmetic shows their time.
     quantity: Quantity = "time" if all(workload.flops < 1e6 for workload in workloads) else "rate"
-    return Report(
+    return BenchReport(
         question, quantity, session.machine, session.limits, {peer.name: _state(peer) for peer in peers}, measurements
     )
 
 
-def publish(report: Report, directory: Path) -> None:
+def publish(report: BenchReport, directory: Path) -> None:
     """Print the tables; write QUESTION.json and, with the plot extra, QUESTION.png into `directory`."""
     show(report, OUTPUT)
     path = report.write_json(directory)

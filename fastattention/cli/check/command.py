@@ -14,7 +14,7 @@ from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.check import model, run, speeds
 from fastattention.cli.check.cases import Check, checks_of
 from fastattention.cli.check.facts import facts_of
-from fastattention.cli.check.report import Entry, Report
+from fastattention.cli.check.report import CheckReport, Entry
 from fastattention.cli.console import MESSAGES, OUTPUT, check_output_file, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError
 
@@ -33,7 +33,7 @@ def check(device: str | None, output: Path, checks: Sequence[Check] | None = Non
     device = device or device_of_machine()
     if (reason := ATTENTION_BACKENDS.get(BACKENDS[device]).why_unavailable()) is not None:
         raise UnsupportedError(f"device={device!r}: the {BACKENDS[device]} backend cannot run here: {reason}")
-    report = Report(output, facts_of(device))
+    report = CheckReport(output, facts_of(device))
     MESSAGES.print(
         escape(f"writing {output} after every call: should this end early, it is worth sending"), soft_wrap=True
     )
@@ -64,7 +64,7 @@ def device_of_machine() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _show(report: Report) -> None:
+def _show(report: CheckReport) -> None:
     if report.bad():
         table = Table("what", "dtype", "by", "state", "why", title="what was wrong", title_justify="left")
         for entry in report.bad():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattention.cli.check.report import Entry, Note, Report
+from fastattention.cli.check.report import CheckReport, Entry, Note
 from fastattention.cli.check.run import recorded
 
 PROMPT, NEW_TOKENS = 37, 5
@@ -18,7 +18,7 @@ DTYPE = torch.float16
 FACTOR = 3.0
 
 
-def run(report: Report, device: str) -> None:
+def run(report: CheckReport, device: str) -> None:
     """Adds an entry with what was compared, or why the model was skipped."""
     known = {"kind": "model", "name": "tiny Llama", "dtype": "float16", "implementation": "transformers"}
     report.attempt(known, lambda note: _compare(device, note))

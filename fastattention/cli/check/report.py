@@ -22,7 +22,7 @@ BAD = ("wrong", "failed")
 STATES = ("right", "refused", *BAD)  # states of a call; a speed is "measured" or "skipped"
 
 
-class Report:
+class CheckReport:
     """Facts about a machine, and one entry for each call or measurement on it. The last may be "running"."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.common.gradients import COMPUTED
 from fastattention.cli.check.cases import Check
-from fastattention.cli.check.report import Entry, Note, Report
+from fastattention.cli.check.report import CheckReport, Entry, Note
 from fastattention.cli.console import first_line
 from fastattention.engine.operator import forget_plans
 from fastattention.engine.registry import Verdict
@@ -54,7 +54,7 @@ def runs_of(checks: Sequence[Check], implementations: Sequence[Implementation]) 
     return [(one, by) for by in implementations for one in checks if one.control or not by.control]
 
 
-def run(report: Report, one: Check, implementation: Implementation, device: str) -> bool:
+def run(report: CheckReport, one: Check, implementation: Implementation, device: str) -> bool:
     """Adds an entry for a call. False where the device does not answer any more, as after an illegal access."""
     call = build_call(one.case, one.dtype)
     known = {
@@ -137,22 +137,22 @@ def recorded() -> Iterator[set[str]]:
     backends = [ATTENTION_BACKENDS.get(name) for name in ATTENTION_BACKENDS.order]
 
     def noting(backend: AttentionBackend) -> Callable[[Problem, Inputs], Callable[[Inputs], AttentionOutput]]:
-        plan = backend.plan
+        make_call = backend.make_call
 
         def noted(problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
             served.add(backend.name)
-            return plan(problem, inputs)
+            return make_call(problem, inputs)
 
         return noted
 
     _choose_anew()  # so that each call is planned
     for backend in backends:
-        vars(backend)["plan"] = noting(backend)
+        vars(backend)["make_call"] = noting(backend)
     try:
         yield served
     finally:
         for backend in backends:
-            del vars(backend)["plan"]
+            del vars(backend)["make_call"]
         _choose_anew()
 
 

@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattention import fast_attn_func
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.bench import gpu, npu
-from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, tensors
+from fastattention.cli.bench.gpu import HIDDEN, TOKENS, TimedCall, heads_first, tensors
 from fastattention.cli.bench.timing import interleaved
-from fastattention.cli.check.report import Entry, Note, Report
+from fastattention.cli.check.report import CheckReport, Entry, Note
 
 # (headdim, causal, seqlen): 16384 tokens in all in float16, or on a CPU one sequence in float32.
 SHAPES = ((64, True, 1024), (128, True, 4096), (128, False, 4096))
@@ -22,7 +22,7 @@ ROUNDS = 3
 CPU_SECONDS = 0.5
 
 
-def run(report: Report, device: str, on_shape: Callable[[], None] = lambda: None) -> None:
+def run(report: CheckReport, device: str, on_shape: Callable[[], None] = lambda: None) -> None:
     """Adds an entry for each shape. on_shape: called when one is done."""
     for headdim, causal, seqlen in SHAPES if device != "cpu" else CPU_SHAPES:
         known = {"kind": "speed", "name": f"prefill of {seqlen}", "headdim": headdim, "causal": causal}
@@ -52,7 +52,7 @@ def _measure(device: str, headdim: int, causal: bool, seqlen: int, note: Note) -
 
 def _on_cpu(headdim: int, causal: bool, seqlen: int) -> dict[str, float]:
     q, k, v = (tensor.float() for tensor in tensors(1, seqlen, headdim=headdim, device="cpu"))
-    calls: dict[str, Call] = {
+    calls: dict[str, TimedCall] = {
         "fastattention": partial(fast_attn_func, q, k, v, causal=causal, backend="cpu"),
         "SDPA": partial(scaled_dot_product_attention, heads_first(q), heads_first(k), heads_first(v), is_causal=causal),
     }

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
+from fastattention.cli.plan.allreduce_model import Choice, Event, Prompt, Timeline, choose
 from fastattention.cli.plan.machines import Machine, find_machine
-from fastattention.cli.plan.overlap_model import Choice, Event, Prompt, Timeline, choose
 from fastattention.cli.plan.picture import check_output
 from fastattention.distributed.row_partitions import Partition
 from fastattention.offload.model_shape import find_model
@@ -27,7 +27,7 @@ STYLES = {"compute": "green", "all-reduce": "yellow"}
 
 
 @dataclass(frozen=True)
-class Options:
+class AllReduceOptions:
     """The options of the command."""
 
     model: str
@@ -57,7 +57,7 @@ class Options:
         return f"{self.model} on {self.tp} x {self.hardware}, {self.batch_size} x {self.seqlen} tokens"
 
 
-def plan(options: Options, output: Path | None) -> None:
+def plan(options: AllReduceOptions, output: Path | None) -> None:
     """Print blocks, times and bars, and draw them to `output` if given. Raises ArgumentError for a wrong option."""
     if output is not None:
         check_output(output)
@@ -71,17 +71,17 @@ def plan(options: Options, output: Path | None) -> None:
         OUTPUT.print(_bars(name, timeline, choice.serial.seconds))
     OUTPUT.print(_transports(prompt, machine, choice.best.transport))
     if output is not None:
-        from fastattention.cli.plan.overlap import write_overlap  # needs an extra
+        from fastattention.cli.plan.allreduce_picture import write_picture  # needs an extra
 
-        write_overlap(timelines, options.heading, output)
+        write_picture(timelines, options.heading, output)
         OUTPUT.print(f"picture: {output}", soft_wrap=True, markup=False)
     OUTPUT.print(NOTE)
 
 
-def _summary(choice: Choice, machine: Machine, prompt: Prompt, options: Options) -> Table:
+def _summary(choice: Choice, machine: Machine, prompt: Prompt, options: AllReduceOptions) -> Table:
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     best, size = choice.best, format_bytes(prompt.rows * prompt.row_bytes)
-    rates = f"attention {machine.attention_rate / 1e12:.4g} TFLOPS, product {machine.linear_rate / 1e12:.4g}"
+    rates = f"attention {machine.attention_rate / 1e12:.4g} TFLOPS, product {machine.projection_rate / 1e12:.4g}"
     slowed = sum(event.end - event.start for event in best.timeline.compute) / choice.compute_seconds - 1
     rows = {
         "call": options.heading,

@@ -151,11 +151,11 @@ def _where_time_goes(prediction: ChipPrediction) -> Table:
 
 
 def _draw(prediction: ChipPrediction, path: Path) -> None:
-    from fastattention.cli.plan.timeline import write_timeline  # needs an extra
+    from fastattention.cli.plan.ascend_picture import write_picture  # needs an extra
 
     workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip
     most = int(workload.row_blocks(tiling.outer_tile_m, tiling.outer_tile_n)[:, 0].max())
     operations = simulated_operations(workload, tiling, chip, min(most, DRAWN_TILES))
     heading = f"First tiles of a row block of {workload.seqlen_q} queries and {workload.seqlen_k} keys"
-    write_timeline(operations, tiling, chip, heading, path, max(operation.end for operation in operations))
+    write_picture(operations, tiling, chip, heading, path, max(operation.end for operation in operations))
     OUTPUT.print(f"timeline: {path}", soft_wrap=True, markup=False)

@@ -45,7 +45,7 @@ class Machine:
 
     name: str
     attention_rate: float  # FLOP a second of causal prompts, hidden pairs not counted
-    linear_rate: float  # FLOP a second of the projection
+    projection_rate: float  # FLOP a second of the projection
     block_seconds: float  # what a block costs: launches, and waves of CTAs that are not full
     transports: tuple[AllReduce | Ring, ...]
     tp: int  # number of ranks for which the tables hold
@@ -84,7 +84,7 @@ MACHINES = {
         Machine(
             "h200",
             attention_rate=500e12,  # measured: 452 to 648, cuDNN, causal, 2K to 32K tokens, 8 or 16 heads a rank
-            linear_rate=680e12,  # measured: 603 to 702
+            projection_rate=680e12,  # measured: 603 to 702
             block_seconds=20e-6,
             transports=(
                 AllReduce(
@@ -127,7 +127,7 @@ MACHINES = {
         Machine(
             "v100-pcie",
             attention_rate=35e12,  # PyTorch's CUTLASS kernel, measured by others: docs/internals/volta.md
-            linear_rate=83e12,  # cuBLAS, measured by others
+            projection_rate=83e12,  # cuBLAS, measured by others
             block_seconds=40e-6,
             transports=(_assumed(9e9, tp=4),),  # PCIe 3, of 16 GB/s on paper
             tp=4,
@@ -135,7 +135,7 @@ MACHINES = {
         Machine(
             "ascend-910b",
             attention_rate=185e12,  # the simulator's prediction for a 910B2: docs/internals/ascend-simulator.md
-            linear_rate=260e12,  # of 354 published
+            projection_rate=260e12,  # of 354 published
             block_seconds=40e-6,
             # HCCL, chosen so that prompts of LLaMA-2 spend 40 to 87% of their time on it, as in the FastAttention
             # paper.

@@ -23,7 +23,7 @@ NOTE = "Every time is predicted from bandwidths, none is measured. docs/internal
 
 
 @dataclass(frozen=True)
-class Options:
+class OffloadOptions:
     """The options of the command; memory and bandwidths as the user wrote them."""
 
     model: str
@@ -39,7 +39,7 @@ class Options:
     bandwidths: dict[str, str]  # values that replace fields of the preset's Hardware
 
 
-def plan(options: Options, output: Path | None) -> None:
+def plan(options: OffloadOptions, output: Path | None) -> None:
     """Print the placement, and draw predicted times to `output` if given. Raises ArgumentError for a wrong option."""
     if output is not None:
         check_output(output)
@@ -53,14 +53,14 @@ def plan(options: Options, output: Path | None) -> None:
         if prediction.reason is not None:
             OUTPUT.print(f"{policy.value}: {prediction.reason}", soft_wrap=True, markup=False)
     if output is not None:
-        from fastattention.cli.plan.lengths import write_lengths  # needs an extra
+        from fastattention.cli.plan.offload_picture import write_picture  # needs an extra
 
-        write_lengths(placement, placement_of, output)
+        write_picture(placement, placement_of, output)
         OUTPUT.print(f"picture: {output}", soft_wrap=True, markup=False)
     OUTPUT.print(NOTE)
 
 
-def read(options: Options) -> Callable[[int, str], Placement]:
+def read(options: OffloadOptions) -> Callable[[int, str], Placement]:
     """The plan of one GPU, by seqlen and policy. Raises ArgumentError, naming the option, for a wrong one."""
     bandwidths: dict[str, Any] = {
         name: float(read_bandwidth(name, value)) for name, value in options.bandwidths.items()
@@ -82,7 +82,7 @@ def read(options: Options) -> Callable[[int, str], Placement]:
     )
 
 
-def _summary(placement: Placement, options: Options) -> Table:
+def _summary(placement: Placement, options: OffloadOptions) -> Table:
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     hardware = placement.hardware
     rates = {

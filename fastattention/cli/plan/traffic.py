@@ -11,7 +11,7 @@ from rich.table import Table
 from fastattention.attention.problem import MAX_HEADDIM_V, Layout, Problem
 from fastattention.backends.common.traffic import Extent, traffic_of
 from fastattention.backends.cuda.attention.config import KernelConfig
-from fastattention.backends.cuda.attention.plan import make_plan
+from fastattention.backends.cuda.attention.launches import choose_launches
 from fastattention.backends.cuda.attention.traffic import resident_ctas, tiled_keys
 from fastattention.cli.console import OUTPUT
 from fastattention.engine.explain import Bytes, Traffic
@@ -26,7 +26,7 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class Options:
+class TrafficOptions:
     """The options of the command."""
 
     batch_size: int
@@ -72,11 +72,11 @@ class Options:
         )
 
 
-def plan(options: Options) -> None:
+def plan(options: TrafficOptions) -> None:
     """Print how the call is tiled, and its traffic. Raises ArgumentError for a wrong option."""
     limits, problem = options.limits, options.problem
     extent = Extent({(problem.seqlen_q, problem.seqlen_k): problem.batch_size})
-    kernels = make_plan(problem, limits.arch, limits)
+    kernels = choose_launches(problem, limits.arch, limits)
     keys = tiled_keys(problem, extent, kernels, limits)
     config = kernels.attention[0].variant
     assert isinstance(config, KernelConfig)
@@ -85,7 +85,7 @@ def plan(options: Options) -> None:
     OUTPUT.print(NOTE)
 
 
-def _summary(options: Options, problem: Problem, config: KernelConfig, keys: int) -> Table:
+def _summary(options: TrafficOptions, problem: Problem, config: KernelConfig, keys: int) -> Table:
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     limits, mask = options.limits, ", causal" if options.causal else ""
     shape = f"{problem.batch_size} x {problem.seqlen_q} queries, {problem.seqlen_k} keys"

@@ -76,7 +76,7 @@ def usual_configs(limits: Limits, dtypes: Iterable[torch.dtype] = DTYPES) -> Ite
     return (choose_config(dtype, num_ranks, limits) for dtype in chosen for num_ranks in (2, 4, 8))
 
 
-class Flags:
+class FlagLayout:
     """Indices of a rank's flags, of 32 bits each and 0 at first."""
 
     ARRIVALS = 0
@@ -89,7 +89,7 @@ def make_params(
 ) -> Params:
     """Parameters of a launch; `out`, the address of the result, is left to be set.
 
-    parts, flags: addresses by rank, as this one reaches them: multiples of PACKET_BYTES, and Flags
+    parts, flags: addresses by rank, as this one reaches them: multiples of PACKET_BYTES, and FlagLayout
     timeout: nanoseconds for which a rank waits for another
     one_shot: every rank adds up all rows, instead of its share
     """
@@ -98,7 +98,7 @@ def make_params(
         AllReduceParams.template(count=count, timeout=timeout, num_ctas=num_ctas, rank=rank, one_shot=one_shot),
         parts=(*parts, *unused),
         arrivals=(*flags, *unused),
-        steps=flags[rank] + 4 * Flags.STEPS,
+        steps=flags[rank] + 4 * FlagLayout.STEPS,
     )
 
 

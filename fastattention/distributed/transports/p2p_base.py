@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fastattention import config
+from fastattention import environment
 from fastattention.distributed.object_collectives import gather
 from fastattention.distributed.transports.all_reduce import DTYPES, MOST_RANKS
 from fastattention.distributed.transports.base import Transfer, Transport
@@ -96,7 +96,7 @@ def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
 def _why_not_device(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it is for GPUs, and tensors are on {device.type}"
-    if config.peer_to_peer_disabled():
+    if environment.peer_to_peer_disabled():
         return "NCCL_P2P_DISABLE=1 keeps GPUs from reading each other's memory"
     if torch.version.hip is not None:
         return "it is written for CUDA"

@@ -15,7 +15,7 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.distributed.object_collectives import gather, timeout_of
 from fastattention.distributed.transports.all_reduce import (
     AllReduceConfig,
-    Flags,
+    FlagLayout,
     choose_config,
     ctas_for,
     make_params,
@@ -55,7 +55,7 @@ class PeerKernel(PeerToPeer):
     def why_not(self, transfer: Transfer) -> str | None:
         """The reason of the group or the dtype, or that several blocks are asked for."""
         if self._reason is None and transfer.num_blocks > 1:
-            return f"it sums a call as a whole, and plan has {transfer.num_blocks} blocks"
+            return f"it sums a call as a whole, and the partition has {transfer.num_blocks} blocks"
         return super().why_not(transfer)
 
     def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
@@ -80,7 +80,7 @@ class PeerKernel(PeerToPeer):
         return made
 
     def _take(self, nbytes: int) -> PeerMemory:
-        return PeerMemory(nbytes, Flags.COUNT, self._device, self._group_name)
+        return PeerMemory(nbytes, FlagLayout.COUNT, self._device, self._group_name)
 
     def release(self) -> None:
         """Frees the memory that peers read, and forgets its addresses."""

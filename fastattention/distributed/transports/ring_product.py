@@ -30,7 +30,7 @@ from fastattention.distributed.row_partitions import RING
 from fastattention.distributed.transports.base import Compute
 from fastattention.distributed.transports.p2p_base import PeerToPeer
 from fastattention.distributed.transports.ring_order import joined
-from fastattention.distributed.transports.ring_steps import Copy, Flags, Gather, Kind, PassOn, RingSteps
+from fastattention.distributed.transports.ring_steps import Gather, Kind, PassOn, RingFlags, RingSteps, RowCopy
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.peer_memory import PeerMemory
 from fastattention.gpu_runtime.streams import copy_async, enqueue_all
@@ -102,7 +102,7 @@ class RingProduct(PeerToPeer):
         self._follow(stream, self._gathering)
         self._fetch(then.own, target)
 
-    def _fetch(self, copy: Copy, target: int) -> None:
+    def _fetch(self, copy: RowCopy, target: int) -> None:
         if copy.nbytes:
             copy_async(target + copy.begin, copy.source, copy.nbytes, self._gathering.cuda_stream)
 
@@ -130,7 +130,7 @@ class RingProduct(PeerToPeer):
             self._following.wait(other)
 
     def _take(self, nbytes: int) -> PeerMemory:
-        memory = PeerMemory(nbytes, Flags.needed(self._size), self._device, self._group_name)
+        memory = PeerMemory(nbytes, RingFlags.needed(self._size), self._device, self._group_name)
         self._steps = RingSteps(memory, self._rank, self._size, self._here, self._stream, self._gathering)
         return memory
 

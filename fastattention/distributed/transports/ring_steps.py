@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattention.distributed.transports.ring_order import MOST_BLOCKS, Share, shares_of, steps
 from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime.peer_memory import PeerMemory
-from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, Operation, StreamBarrier, copy_operation
+from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, StreamBarrier, StreamOperation, copy_operation
 
 MOST_KEPT = 64  # kinds of calls
 
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     stream: int  # the compute stream, which is the current one
 
 
-class Copy(NamedTuple):
+class RowCopy(NamedTuple):
     """A copy of rows that a rank has computed."""
 
     begin: int  # bytes from the first row of the call
@@ -42,16 +42,16 @@ class Copy(NamedTuple):
 class PassOn(NamedTuple):
     """The sum goes on to the next rank, and the sum of the previous rank comes here."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[StreamOperation, ...]
     here: torch.cuda.Event  # to be recorded after them
 
 
 class Gather(NamedTuple):
     """The sum is complete, and all shares are fetched."""
 
-    complete: tuple[Operation]
-    of_others: tuple[tuple[tuple[Operation], Copy], ...]  # to the result: the flag to wait for, and the copy
-    own: Copy
+    complete: tuple[StreamOperation]
+    of_others: tuple[tuple[tuple[StreamOperation], RowCopy], ...]  # to the result: the flag to wait for, and the copy
+    own: RowCopy
 
 
 class Step(NamedTuple):
@@ -76,7 +76,7 @@ class RingSteps:
         gathering: torch.cuda.Stream,
     ) -> None:
         """here: events by turn and step, of sums that arrive on `fetching`; gathering: the stream of complete sums."""
-        self.flags = Flags(memory, rank, size)
+        self.flags = RingFlags(memory, rank, size)
         self._memory = memory
         self._rank, self._size, self._here = rank, size, here
         self._fetching, self._gathering = fetching.cuda_stream, gathering.cuda_stream
@@ -124,13 +124,13 @@ class RingSteps:
             self._copy(kind, shares[self._rank], self._rank),
         )
 
-    def _copy(self, kind: Kind, share: Share, rank: int) -> Copy:
+    def _copy(self, kind: Kind, share: Share, rank: int) -> RowCopy:
         row_bytes = kind.shape[1] * kind.dtype.itemsize
         begin, end = share.start * row_bytes, share.stop * row_bytes
-        return Copy(begin, self._memory.addresses[rank] + begin, end - begin)
+        return RowCopy(begin, self._memory.addresses[rank] + begin, end - begin)
 
 
-class Flags:
+class RingFlags:
     """Flags between ranks: "passed on" for every block and step, "complete" for every block and owner."""
 
     def __init__(self, memory: PeerMemory, rank: int, size: int) -> None:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fastattention.attention.interface import fast_attn_func
-from fastattention.attention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, check_block_mask, read_block_size
+from fastattention.attention.validation.block_masks import (
+    DEFAULT_BLOCK_SIZE,
+    BlockSize,
+    check_block_mask,
+    read_block_size,
+)
 from fastattention.attention.validation.common import Options
 from fastattention.engine.checks import read_int, spec_of
 from fastattention.errors import ArgumentError, UnsupportedError

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fastattention.attention.interface import fast_attn_func
 from fastattention.distributed.deferred import DeferredAttention, deferred_attn, deferred_attn_with_kvcache
-from fastattention.distributed.style import PlanOf, TiledForward, Tiling, check_options
+from fastattention.distributed.style import PartitionOf, ProjectionTiling, TiledForward, check_options
 from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
@@ -29,14 +29,14 @@ from fastattention.integrations.transformers.stored import StoredTokens
 NAME = "fast_attention_tiled"
 
 
-def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:
+def tile_allreduce(model: PreTrainedModel, *, partition: str | PartitionOf = "auto", transport: str = "auto") -> None:
     """Overlaps the all-reduces that follow attention with attention and o_proj of the next rows.
 
         model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=4))
         tile_allreduce(model)
 
-    - `plan`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of
-        each block
+    - `partition`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows
+        of each block
     - `transport`: how blocks are summed, as in `TilingAllReduce`
 
     The model gets the attention implementation "fast_attention_tiled". It is "fast_attention", except that prompts with
@@ -44,12 +44,12 @@ def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", trans
     decoding and short prompts as before. Calls that cannot be tiled run as before too, with a NotTiledWarning that says
     why.
 
-    Raises ArgumentError for an unknown plan or transport. Raises UnsupportedError for a model without o_proj in its
-    attention, or whose o_proj is not divided by rows.
+    Raises ArgumentError for an unknown partition or transport. Raises UnsupportedError for a model without o_proj in
+    its attention, or whose o_proj is not divided by rows.
     """
-    check_options(plan, transport)
+    check_options(partition, transport)
     found = [(name, linear) for name, linear in _projections(model) if not isinstance(linear.forward, TiledForward)]
-    tiled = [(linear, Tiling(_group(name, linear), plan, transport)) for name, linear in found]
+    tiled = [(linear, ProjectionTiling(_group(name, linear), partition, transport)) for name, linear in found]
     model.set_attn_implementation(NAME)
     for linear, tiling in tiled:
         linear.forward = _Forward(linear, tiling)  # type: ignore[method-assign, assignment]

@@ -13,7 +13,7 @@ from ascend.vendor.cases import runs
 from ascend.vendor.environment import skip_without_torch_npu
 from ascend.vendor.recorder import Recorded, Recorder, on_meta, shapes
 from fastattention.backends.ascend import vendor
-from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, run
+from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, OperatorCall, run
 from fastattention.errors import UnsupportedError
 from fastattention.testing.calls import build_call
 from fastattention.testing.case import DenseCase, KvCacheCase, Memory
@@ -77,9 +77,9 @@ def test_a_mode_has_its_mask_and_no_mask_is_as_large_as_the_scores() -> None:
             assert mask.shape[:3] == (call.arguments["query"].shape[0], 1, 1), name
 
 
-def attention_call(**changed: Any) -> Call:
+def attention_call(**changed: Any) -> OperatorCall:
     q, k = torch.zeros(1, 3, 4, 16), torch.zeros(1, 3, 2, 16)
-    return Call(
+    return OperatorCall(
         TRAINING, {"query": q, "key": k, "value": k, "head_num": 4, "input_layout": "BSND", "scale": 1.0} | changed
     )
 

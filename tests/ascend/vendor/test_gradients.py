@@ -25,8 +25,7 @@ from ascend.vendor.recorder import Recorded, Recorder, on_meta, shapes
 from fastattention import explain, fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.problem import OutputGradients
 from fastattention.backends.ascend import vendor
-from fastattention.backends.ascend.vendor.operators import GRADIENT, TRAINING
-from fastattention.backends.ascend.vendor.operators import Call as OperatorCall
+from fastattention.backends.ascend.vendor.operators import GRADIENT, TRAINING, OperatorCall
 from fastattention.backends.ascend.vendor.operators import check as check_call
 from fastattention.backends.common.gradients import COMPUTED
 from fastattention.testing.calls import Call, build_call

@@ -17,7 +17,7 @@ from fastattention.backends.ascend.simulator.events import Buffer, Operation, Pa
 from fastattention.backends.ascend.simulator.memory import Memory
 from fastattention.backends.ascend.simulator.tiles import (
     FLOAT32_BYTES,
-    Shape,
+    HeadShape,
     Tiling,
     cube_tiles,
     update_rows,
@@ -45,7 +45,7 @@ class Setting:
 
     chip: Chip
     tiling: Tiling
-    shape: Shape
+    shape: HeadShape
     memory: Memory
     costs: Costs
 

@@ -19,7 +19,7 @@ from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, P
 from fastattention.backends.ascend.simulator.core import CUBE, CubeUnit, Setting, VectorUnits
 from fastattention.backends.ascend.simulator.events import Operation, run
 from fastattention.backends.ascend.simulator.memory import cached
-from fastattention.backends.ascend.simulator.tiles import Shape, Tiling
+from fastattention.backends.ascend.simulator.tiles import HeadShape, Tiling
 from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 
@@ -153,7 +153,7 @@ def validate_few_cores(tiling: Tiling = MEASURED_TILING) -> list[ValidatedFewCor
 
 def simulated_stages(chip: Chip = MEASURED_CHIP) -> dict[str, float]:
     """Cycles of each stage of the published tile by itself, its operands being at hand."""
-    shape = Shape(PUBLISHED_TILE[2], PUBLISHED_TILE[2], 2)
+    shape = HeadShape(PUBLISHED_TILE[2], PUBLISHED_TILE[2], 2)
     setting = Setting(chip, MEASURED_TILING, shape, cached(chip, DEFAULT_COSTS), DEFAULT_COSTS)
     stages: dict[str, Callable[[CubeUnit, VectorUnits], object]] = {
         "QK": lambda cube, _: cube.scores(0, (), ()),

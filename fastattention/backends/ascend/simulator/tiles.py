@@ -29,7 +29,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """What a tile's cost depends on beside the tiling: head dimensions as the kernel pads them, bytes of an element."""
 
     headdim: int
@@ -54,7 +54,7 @@ class CubeTiles:
     pv_keys: int  # keys multiplied with values at a time
 
 
-def cube_tiles(tiling: Tiling, shape: Shape, chip: Chip) -> CubeTiles:
+def cube_tiles(tiling: Tiling, shape: HeadShape, chip: Chip) -> CubeTiles:
     """The largest tiles that fit."""
     l0a, l0b, l0c = chip.l0a_bytes // 2, chip.l0b_bytes // 2, chip.l0c_bytes // 2
     rows = tiling.outer_tile_m
@@ -71,6 +71,6 @@ def vector_rows(tiling: Tiling, chip: Chip) -> int:
     return math.ceil(tiling.outer_tile_m / chip.vectors_per_core)
 
 
-def update_rows(tiling: Tiling, shape: Shape, chip: Chip) -> int:
+def update_rows(tiling: Tiling, shape: HeadShape, chip: Chip) -> int:
     """Rows of the product with values that a Vector reads at a time."""
     return max(1, min(vector_rows(tiling, chip), UPDATE_BYTES // (shape.headdim_v * FLOAT32_BYTES)))

@@ -11,7 +11,7 @@ import torch
 
 from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.mask_tile import MASK_TILE
-from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Shape
+from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, HeadShape
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -70,10 +70,10 @@ class SimulatedCall:
         return self.window_left != -1 or self.window_right != -1
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> HeadShape:
         """Head dimensions as the kernel pads them."""
         widths = padded(self.headdim), padded(self.headdim_v)
-        return Shape(*widths, self.dtype.itemsize, self.score_bytes, self.int8_cache)
+        return HeadShape(*widths, self.dtype.itemsize, self.score_bytes, self.int8_cache)
 
     @property
     def group_size(self) -> int:

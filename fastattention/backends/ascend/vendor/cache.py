@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
-from fastattention.backends.ascend.vendor.operators import INFERENCE, Call, check_size, mask_arguments, run
+from fastattention.backends.ascend.vendor.operators import INFERENCE, OperatorCall, check_size, mask_arguments, run
 from fastattention.backends.common.results import keyless
 from fastattention.host_numbers import read_numbers
 
@@ -118,7 +118,7 @@ def place(inputs: Inputs, longest: int) -> Placed:
     return Placed(layout, q.contiguous(), k, v, table.contiguous(), size, table.shape[1] * size, scales)
 
 
-def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> Call:
+def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> OperatorCall:
     """The call for sequences of the given numbers of keys."""
     hidden = any(rows_without_keys(problem.seqlen_q, length, problem.window_right) for length in lengths)
     arguments: dict[str, Any] = {
@@ -140,10 +140,10 @@ def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> Call:
         arguments |= _scale_arguments(problem, placed, *placed.scales)
     if problem.seqlen_q > 1:
         mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, max(lengths))
-        return Call(INFERENCE, arguments | mask_arguments(mask, problem.device, _TOKENS))
+        return OperatorCall(INFERENCE, arguments | mask_arguments(mask, problem.device, _TOKENS))
     if 0 <= problem.window_left < max(lengths) - 1:
         arguments["atten_mask"] = left_of_window(problem, placed.capacity, lengths)
-    return Call(INFERENCE, arguments)
+    return OperatorCall(INFERENCE, arguments)
 
 
 def _scale_arguments(problem: Problem, placed: Placed, k_scale: Tensor, v_scale: Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.vendor import cache, limits, prefill
-from fastattention.backends.ascend.vendor.gradients import Results, backward_dense, backward_varlen
+from fastattention.backends.ascend.vendor.gradients import ForwardResults, backward_dense, backward_varlen
 from fastattention.backends.ascend.vendor.masks import rows_without_keys
 from fastattention.backends.common.results import keyless
 
@@ -37,7 +37,7 @@ def backward(problem: Problem, inputs: Inputs, result: AttentionOutput, grads: O
     assert result.lse is not None
     assert grads.out is not None
     assert grads.lse is None, "why_not refuses return_lse with gradients"
-    results = Results(result.out, result.lse, grads.out)
+    results = ForwardResults(result.out, result.lse, grads.out)
     if problem.layout is Layout.VARLEN:
         return backward_varlen(problem, inputs, results)
     return backward_dense(problem, inputs, results)

@@ -17,10 +17,10 @@ from torch import Tensor
 from fastattention.attention.problem import Inputs, Problem
 from fastattention.backends.ascend.vendor import prefill
 from fastattention.backends.ascend.vendor.masks import rows_without_keys
-from fastattention.backends.ascend.vendor.operators import GRADIENT, STATISTICS, Call, run
+from fastattention.backends.ascend.vendor.operators import GRADIENT, STATISTICS, OperatorCall, run
 
 
-class Results(NamedTuple):
+class ForwardResults(NamedTuple):
     """The results of the forward and the gradient of out; shapes as in AttentionOutput."""
 
     out: Tensor
@@ -28,7 +28,7 @@ class Results(NamedTuple):
     grad_out: Tensor
 
 
-def backward_dense(problem: Problem, inputs: Inputs, results: Results) -> dict[str, Tensor]:
+def backward_dense(problem: Problem, inputs: Inputs, results: ForwardResults) -> dict[str, Tensor]:
     """One call of the operator, for the queries that have keys."""
     hidden = rows_without_keys(problem.seqlen_q, problem.seqlen_k, problem.window_right)
     seqlen_q = problem.seqlen_q - hidden
@@ -38,27 +38,27 @@ def backward_dense(problem: Problem, inputs: Inputs, results: Results) -> dict[s
         return _wanted(problem, _gradients(dense_call(problem, inputs, results)))
     rest = prefill.last_queries(problem, seqlen_q)
     out, lse, grad_out = results.out[:, hidden:], results.lse[..., hidden:], results.grad_out[:, hidden:]
-    part = dense_call(rest, inputs._replace(q=inputs.q[:, hidden:]), Results(out, lse, grad_out))
+    part = dense_call(rest, inputs._replace(q=inputs.q[:, hidden:]), ForwardResults(out, lse, grad_out))
     found = _gradients(part)
     grad_q = _zero_like(inputs.q)
     grad_q[:, hidden:] = found["q"]
     return _wanted(problem, found | {"q": grad_q})
 
 
-def dense_call(problem: Problem, inputs: Inputs, results: Results) -> Call:
+def dense_call(problem: Problem, inputs: Inputs, results: ForwardResults) -> OperatorCall:
     """The call for sequences of which every query has keys."""
     return _gradient_call(prefill.dense_call(problem, inputs), results, results.lse)
 
 
-def backward_varlen(problem: Problem, inputs: Inputs, results: Results) -> dict[str, Tensor]:
+def backward_varlen(problem: Problem, inputs: Inputs, results: ForwardResults) -> dict[str, Tensor]:
     """One call of the operator for varlen sequences. Reads the lengths on the host, where the operator takes them."""
-    plan = prefill.VarlenPlan.of_call(problem, inputs)
-    if not plan.spans_q:
+    sequences = prefill.VarlenSequences.of_call(problem, inputs)
+    if not sequences.spans_q:
         return _wanted(problem, _zeros(inputs))
-    given, kept_q, kept_k = prefill.take(plan, inputs)
+    given, kept_q, kept_k = prefill.take(sequences, inputs)
     if kept_q is not None:
-        results = Results(results.out[kept_q], results.lse[:, kept_q], results.grad_out[kept_q])
-    found = _gradients(varlen_call(problem, given, plan, results))
+        results = ForwardResults(results.out[kept_q], results.lse[:, kept_q], results.grad_out[kept_q])
+    found = _gradients(varlen_call(problem, given, sequences, results))
     for name, kept in (("q", kept_q), ("k", kept_k), ("v", kept_k)):
         if kept is not None:
             whole = _zero_like(getattr(inputs, name))
@@ -67,12 +67,14 @@ def backward_varlen(problem: Problem, inputs: Inputs, results: Results) -> dict[
     return _wanted(problem, found)
 
 
-def varlen_call(problem: Problem, inputs: Inputs, plan: prefill.VarlenPlan, results: Results) -> Call:
-    """The call for sequences of which every query has keys; inputs and results hold the plan's tokens only."""
-    return _gradient_call(prefill.varlen_call(problem, inputs, plan), results, results.lse.T)
+def varlen_call(
+    problem: Problem, inputs: Inputs, sequences: prefill.VarlenSequences, results: ForwardResults
+) -> OperatorCall:
+    """The call for sequences of which every query has keys; inputs and results hold the tokens of `sequences` only."""
+    return _gradient_call(prefill.varlen_call(problem, inputs, sequences), results, results.lse.T)
 
 
-def _gradient_call(forward: Call, results: Results, lse: Tensor) -> Call:
+def _gradient_call(forward: OperatorCall, results: ForwardResults, lse: Tensor) -> OperatorCall:
     """The call of a forward's gradient: its arguments, mask included, and its results. lse: with the rows' axes."""
     arguments = dict(forward.arguments)
     row_max = lse.unsqueeze(-1).expand(*lse.shape, STATISTICS).contiguous()
@@ -83,10 +85,10 @@ def _gradient_call(forward: Call, results: Results, lse: Tensor) -> Call:
         "softmax_max": row_max,
         "softmax_sum": torch.ones_like(row_max),
     }
-    return Call(GRADIENT, arguments)
+    return OperatorCall(GRADIENT, arguments)
 
 
-def _gradients(call: Call) -> dict[str, Tensor]:
+def _gradients(call: OperatorCall) -> dict[str, Tensor]:
     grad_q, grad_k, grad_v, _, grad_sinks = run(call)
     return {"q": grad_q, "k": grad_k, "v": grad_v, "sinks": grad_sinks}
 

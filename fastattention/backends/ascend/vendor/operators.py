@@ -29,7 +29,7 @@ _NEWER_ARGUMENTS = {
 }
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """An operator of torch.ops.npu and its arguments, by the names in its schema."""
 
     operator: str
@@ -46,14 +46,14 @@ def mask_arguments(mask: SparseMask, device: torch.device, names: tuple[str, str
     return arguments
 
 
-def run(call: Call) -> tuple[Any, ...]:
+def run(call: OperatorCall) -> tuple[Any, ...]:
     """Checks a call, runs it and gives what the operator returns."""
     check(call)
     result: tuple[Any, ...] = getattr(torch.ops.npu, call.operator)(**call.arguments)
     return result
 
 
-def check(call: Call) -> None:
+def check(call: OperatorCall) -> None:
     """Raises ValueError for arguments that the vendor would misread. Calls of this package never have them."""
     arguments = call.arguments
     mode, mask = arguments.get("sparse_mode", 0), arguments.get("atten_mask")
@@ -88,7 +88,7 @@ def _check_results_of_forward(arguments: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be contiguous {dtype} of shape {shape}, got {tensor.dtype} {tensor.shape}")
 
 
-def _key_heads(call: Call) -> int:
+def _key_heads(call: OperatorCall) -> int:
     if call.operator == INFERENCE:
         return int(call.arguments["num_key_value_heads"])
     return int(call.arguments["key"].shape[-2])  # (batch, tokens, heads, headdim) or (tokens, heads, headdim)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.ascend.vendor.limits import MAX_TOKENS
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
-from fastattention.backends.ascend.vendor.operators import TRAINING, Call, check_size, mask_arguments, run
+from fastattention.backends.ascend.vendor.operators import TRAINING, OperatorCall, check_size, mask_arguments, run
 from fastattention.backends.common.results import keyless
 from fastattention.host_numbers import read_numbers
 
@@ -34,11 +34,11 @@ def forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
     return AttentionOutput(out, row_max[..., 0] + row_sum[..., 0].log() if problem.return_lse else None)
 
 
-def dense_call(problem: Problem, inputs: Inputs) -> Call:
+def dense_call(problem: Problem, inputs: Inputs) -> OperatorCall:
     """The call for sequences of which every query has keys."""
     mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
     arguments = _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS)
-    return Call(TRAINING, arguments | {"input_layout": "BSND"})
+    return OperatorCall(TRAINING, arguments | {"input_layout": "BSND"})
 
 
 def last_queries(problem: Problem, seqlen_q: int) -> Problem:
@@ -46,7 +46,7 @@ def last_queries(problem: Problem, seqlen_q: int) -> Problem:
     return dataclasses.replace(problem, seqlen_q=seqlen_q, total_q=problem.batch_size * seqlen_q)
 
 
-class VarlenPlan(NamedTuple):
+class VarlenSequences(NamedTuple):
     """Variable-length sequences as the operator takes them: each with a query and a key, and every query with a key."""
 
     ends_q: list[int]  # cumulative, without the leading 0
@@ -55,16 +55,16 @@ class VarlenPlan(NamedTuple):
     spans_k: list[tuple[int, int]]
 
     @classmethod
-    def of_call(cls, problem: Problem, inputs: Inputs) -> VarlenPlan:
-        """The plan for a call. Waits for the device, whose lengths it reads."""
+    def of_call(cls, problem: Problem, inputs: Inputs) -> VarlenSequences:
+        """The sequences of a call. Waits for the device, whose lengths it reads."""
         assert inputs.cu_seqlens_q is not None
         assert inputs.cu_seqlens_k is not None
         offsets_q, offsets_k = (read_numbers(each) for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
         return cls.of(offsets_q, offsets_k, problem.window_right)
 
     @classmethod
-    def of(cls, offsets_q: Sequence[int], offsets_k: Sequence[int], window_right: int) -> VarlenPlan:
-        """The plan for cu_seqlens_q and cu_seqlens_k."""
+    def of(cls, offsets_q: Sequence[int], offsets_k: Sequence[int], window_right: int) -> VarlenSequences:
+        """The sequences of cu_seqlens_q and cu_seqlens_k."""
         spans_q, spans_k = [], []
         for (first_q, last_q), (first_k, last_k) in zip(
             itertools.pairwise(offsets_q), itertools.pairwise(offsets_k), strict=True
@@ -82,12 +82,12 @@ def _ends(spans: list[tuple[int, int]]) -> list[int]:
 
 def forward_varlen(problem: Problem, inputs: Inputs) -> AttentionOutput:
     """One call of the operator, for the queries that have keys."""
-    plan = VarlenPlan.of_call(problem, inputs)
-    if not plan.spans_q:
+    sequences = VarlenSequences.of_call(problem, inputs)
+    if not sequences.spans_q:
         return keyless(problem, inputs)
     check_size("tokens of k", inputs.k.shape[0], MAX_TOKENS)
-    given, kept_q, _ = take(plan, inputs)
-    out, row_max, row_sum, *_ = run(varlen_call(problem, given, plan))
+    given, kept_q, _ = take(sequences, inputs)
+    out, row_max, row_sum, *_ = run(varlen_call(problem, given, sequences))
     lse = (row_max[..., 0] + row_sum[..., 0].log()).T  # (nheads, tokens)
     if kept_q is None:
         return AttentionOutput(out, lse.contiguous() if problem.return_lse else None)
@@ -98,23 +98,23 @@ def forward_varlen(problem: Problem, inputs: Inputs) -> AttentionOutput:
     return output
 
 
-def varlen_call(problem: Problem, inputs: Inputs, plan: VarlenPlan) -> Call:
-    """The call for sequences of which every query has keys; inputs hold the plan's tokens only."""
+def varlen_call(problem: Problem, inputs: Inputs, sequences: VarlenSequences) -> OperatorCall:
+    """The call for sequences of which every query has keys; inputs hold the tokens of `sequences` only."""
     mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
     varlen = {
         "input_layout": "TND",
-        "actual_seq_qlen": plan.ends_q,
-        "actual_seq_kvlen": plan.ends_k,
+        "actual_seq_qlen": sequences.ends_q,
+        "actual_seq_kvlen": sequences.ends_k,
         # Without it, the maxima of a sequence are stored heads first, though the tensor's shape says tokens first.
         "softmax_layout": "TND",
     }
-    return Call(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | varlen)
+    return OperatorCall(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | varlen)
 
 
-def take(plan: VarlenPlan, inputs: Inputs) -> tuple[Inputs, Tensor | None, Tensor | None]:
-    """The inputs with the plan's tokens only, and the indices of these in q and in k; None where all are kept."""
-    kept_q = _kept(plan.spans_q, inputs.q)
-    kept_k = _kept(plan.spans_k, inputs.k)
+def take(sequences: VarlenSequences, inputs: Inputs) -> tuple[Inputs, Tensor | None, Tensor | None]:
+    """The inputs with the tokens of `sequences` only, and the indices of these in q and k; None where all are kept."""
+    kept_q = _kept(sequences.spans_q, inputs.q)
+    kept_k = _kept(sequences.spans_k, inputs.k)
     if kept_q is not None:
         inputs = inputs._replace(q=inputs.q[kept_q])
     if kept_k is not None:

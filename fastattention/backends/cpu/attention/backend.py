@@ -8,7 +8,7 @@ from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
-from fastattention.backends.cpu.attention.plan import CpuPlan
+from fastattention.backends.cpu.attention.call import CpuAttentionCall
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.engine.bounded import BoundedDict
 from fastattention.threads import get_num_threads
@@ -21,7 +21,7 @@ class CpuBackend(AttentionBackend):
     has_backward = True
 
     def __init__(self) -> None:
-        self._plans: BoundedDict[tuple[Problem, Strides], CpuPlan] = BoundedDict()
+        self._calls: BoundedDict[tuple[Problem, Strides], CpuAttentionCall] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
         """Why the native library cannot be loaded, if so."""
@@ -53,20 +53,20 @@ class CpuBackend(AttentionBackend):
         library = load_library()
         return f"{library.isa} of {', '.join(library.isas)}; {get_num_threads()} threads"
 
-    def plan(self, problem: Problem, inputs: Inputs) -> CpuPlan:
+    def make_call(self, problem: Problem, inputs: Inputs) -> CpuAttentionCall:
         """One call of the native library, appending included."""
         key = problem, strides_of(inputs)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = CpuPlan(problem, inputs)
-        return plan
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = CpuAttentionCall(problem, inputs)
+        return call
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
-        """Plans the call and runs it."""
-        return self.plan(problem, inputs)(inputs)
+        """Makes the call and runs it."""
+        return self.make_call(problem, inputs)(inputs)
 
     def backward(
         self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
     ) -> dict[str, Tensor]:
         """One call of the native library. The results have the same bits with any number of threads."""
-        return self.plan(problem, inputs).backward(problem, inputs, result, grads)
+        return self.make_call(problem, inputs).backward(problem, inputs, result, grads)

@@ -11,7 +11,7 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import first_strides, named_strides, score_strides, token_strides
 from fastattention.backends.cpu.headers import DTYPE_CODES, STRUCTS
 
-AttentionParams = STRUCTS["FaAttentionParams"]
+CpuAttentionParams = STRUCTS["FaAttentionParams"]
 Gradients = STRUCTS["FaGradients"]
 
 
@@ -26,7 +26,7 @@ def attention_params(problem: Problem, inputs: Inputs) -> Params:
     """The arguments of calls with tensors of these strides, without addresses and the number of threads."""
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     block_m, block_n = problem.block_size or (0, 0)
-    template = AttentionParams.template(
+    template = CpuAttentionParams.template(
         dtype=DTYPE_CODES[problem.dtype],
         cache_dtype=DTYPE_CODES[problem.cache_dtype or problem.dtype],
         bias_dtype=0 if bias is None else DTYPE_CODES[bias.dtype],
@@ -57,7 +57,7 @@ def attention_params(problem: Problem, inputs: Inputs) -> Params:
         **_result_strides(problem),
         **_input_strides(problem, inputs),
     )
-    return AttentionParams.from_buffer_copy(template)
+    return CpuAttentionParams.from_buffer_copy(template)
 
 
 def _result_strides(problem: Problem) -> dict[str, int]:

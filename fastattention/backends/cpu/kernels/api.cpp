@@ -23,11 +23,11 @@ namespace {
 
 const Kernels& kernels_of(int64_t isa) { return isa_kernels(static_cast<int>(isa)); }
 
-// The arguments of one call. Calls with tensors of the same shapes and strides share a plan: they differ only in
-// `addresses`, the fields of the struct before dtype. Several threads may read a plan at a time.
+// The arguments of one call. Calls with tensors of the same shapes and strides share a struct: they differ only in
+// `addresses`, the fields of the struct before dtype. Several threads may read it at a time.
 template <class Params>
-Params with_addresses(const Params& plan, const void* addresses, int64_t num_threads) {
-    Params params = plan;
+Params with_addresses(const Params& shared, const void* addresses, int64_t num_threads) {
+    Params params = shared;
     std::memcpy(&params, addresses, offsetof(Params, dtype));
     params.num_threads = num_threads;
     return params;
@@ -55,22 +55,23 @@ FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return kernels_of(is
 FA_EXPORT int64_t fastattention_multiplies_int8(int64_t isa) { return has_int8_dot(kernels_of(isa).int8_dot) ? 1 : 0; }
 
 // Returns 0, or 1 if memory ran out.
-FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
+FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* shared, const void* addresses,
                                         int64_t num_threads) {
-    const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
+    const FaAttentionParams params = with_addresses(*shared, addresses, num_threads);
     return forward(kernels_of(isa).attention, params) ? 0 : 1;
 }
 
-// Computes the gradients of a call without a cache, given `plan` and `addresses` of its forward. Returns as forward does.
-FA_EXPORT int64_t fastattention_backward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
+// Computes the gradients of a call without a cache, given `shared` and `addresses` of its forward. Returns as forward does.
+FA_EXPORT int64_t fastattention_backward(int64_t isa, const FaAttentionParams* shared, const void* addresses,
                                          const FaGradients* gradients, int64_t num_threads) {
-    const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
+    const FaAttentionParams params = with_addresses(*shared, addresses, num_threads);
     return backward(kernels_of(isa).attention, params, *gradients) ? 0 : 1;
 }
 
 // Computes linear attention. Returns 0, or 1 if memory ran out.
-FA_EXPORT int64_t fastattention_linear(int64_t isa, const FaLinearParams* plan, const void* addresses, int64_t num_threads) {
-    const FaLinearParams params = with_addresses(*plan, addresses, num_threads);
+FA_EXPORT int64_t fastattention_linear(int64_t isa, const FaLinearParams* shared, const void* addresses,
+                                       int64_t num_threads) {
+    const FaLinearParams params = with_addresses(*shared, addresses, num_threads);
     return linear(kernels_of(isa).linear, params) ? 0 : 1;
 }
 

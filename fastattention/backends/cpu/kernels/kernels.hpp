@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "attention/plan.hpp"
+#include "attention/kernel_table.hpp"
 #include "common/isa.hpp"
-#include "linear/plan.hpp"
+#include "linear/kernel_table.hpp"
 
 namespace fastattention {
 

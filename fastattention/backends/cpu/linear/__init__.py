@@ -1,5 +1,5 @@
 """Linear attention on the CPU.
 
 backend.py  what the library serves
-plan.py     a call of the library, set up once for all calls like it
+call.py     a call of the library, set up once for all calls like it
 """

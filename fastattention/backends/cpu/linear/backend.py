@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.cpu.library import load_library, why_unavailable
-from fastattention.backends.cpu.linear.plan import LinearPlan, chunk_of
+from fastattention.backends.cpu.linear.call import CpuLinearCall, chunk_of
 from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearProblem
 
@@ -34,6 +34,6 @@ class CpuLinearBackend(LinearBackend):
         isa = load_library().isa
         return f"{f'chunks of {chunk_of(problem.dtype, isa)} tokens' if problem.chunked else 'token by token'}, {isa}"
 
-    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+    def make_call(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """A call of the library whose parameters are set up once."""
-        return LinearPlan(problem, inputs)
+        return CpuLinearCall(problem, inputs)

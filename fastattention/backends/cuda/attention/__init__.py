@@ -1,7 +1,7 @@
 """Attention on CUDA.
 
 backend.py               what is served, by which kernels
-plan.py                  the kernels and grids of a problem, and the parameters of its calls
+launches.py              the kernels and grids of a problem, and the parameters of its calls
 call.py                  allocates results, fills in addresses and launches
 heuristics.py            chooses the variant of the forward kernel
 decode_heuristics.py     chooses the variant of the decode kernel, and its split of the keys

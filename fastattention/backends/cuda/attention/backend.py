@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fastattention import config
+from fastattention import environment
 from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
 from fastattention.backends.common.gradients import why_not_backward
@@ -16,22 +16,22 @@ from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.traffic import Extent, is_modelled, traffic_of
 from fastattention.backends.cuda.attention.backward import (
-    BackwardPlan,
+    BackwardLaunches,
+    choose_backward_launches,
     differentiate,
-    make_backward_plan,
     why_not_widths,
 )
-from fastattention.backends.cuda.attention.call import Launcher, PlannedCall, may_share_memory, values_in_keys
+from fastattention.backends.cuda.attention.call import AttentionCall, Launcher, may_share_memory, values_in_keys
+from fastattention.backends.cuda.attention.launches import Launches, choose_launches
 from fastattention.backends.cuda.attention.merging import (
     DTYPES,
     MOST_WARPS,
-    MergePlan,
-    make_merge_plan,
+    MergeLaunch,
+    make_merge_launch,
     merge_params,
     num_warps,
 )
 from fastattention.backends.cuda.attention.params import MOST_PARTS
-from fastattention.backends.cuda.attention.plan import Plan, make_plan
 from fastattention.backends.cuda.attention.quantize import Int8Call, why_not_int8
 from fastattention.backends.cuda.attention.scratch import Scratch, scratch_of
 from fastattention.backends.cuda.attention.traffic import tiled_keys
@@ -53,10 +53,11 @@ class CudaBackend(AttentionBackend):
 
     def __init__(self, arch: int | None = None) -> None:
         self._forced_arch = arch
-        self._plans: BoundedDict[tuple[Problem, bool], Plan] = BoundedDict()  # flag: whether values are in the keys
-        self._backward_plans: BoundedDict[Problem, BackwardPlan] = BoundedDict()
-        self._calls: BoundedDict[tuple[Problem, bool, Strides], PlannedCall | Int8Call] = BoundedDict()
-        self._merge_plans: BoundedDict[tuple[object, ...], MergePlan] = BoundedDict()
+        # By whether values are in the keys, too.
+        self._forward_launches: BoundedDict[tuple[Problem, bool], Launches] = BoundedDict()
+        self._backward_launches: BoundedDict[Problem, BackwardLaunches] = BoundedDict()
+        self._calls: BoundedDict[tuple[Problem, bool, Strides], AttentionCall | Int8Call] = BoundedDict()
+        self._merge_launches: BoundedDict[tuple[object, ...], MergeLaunch] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
@@ -91,7 +92,7 @@ class CudaBackend(AttentionBackend):
             return INT8_PRODUCTS
         if problem.grads:
             return "kernels of its own, forward and backward"
-        if self._plan(problem).split is not None:
+        if self._launches(problem).split is not None:
             return "the decode kernel"
         return "the forward kernel" if problem.layout is Layout.KVCACHE else ""
 
@@ -100,10 +101,10 @@ class CudaBackend(AttentionBackend):
         if not is_modelled(problem):
             return None
         limits = self._limits(problem)
-        keys = tiled_keys(problem, extent, self._plan(problem), limits)
+        keys = tiled_keys(problem, extent, self._launches(problem), limits)
         return traffic_of(problem, extent, self.name, keys, limits.on_chip_bytes)
 
-    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+    def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """The launches for these strides. Where v may be in the memory of k, each call checks whether it is."""
         return functools.partial(self.forward, problem) if may_share_memory(problem) else self._call(problem, inputs)
 
@@ -115,11 +116,12 @@ class CudaBackend(AttentionBackend):
         self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
     ) -> dict[str, Tensor]:
         """A launch of delta.cuh, then of backward.cuh for keys and values, or for each, and for queries."""
-        plan = self._backward_plans.get(problem)
-        if plan is None:
+        launches = self._backward_launches.get(problem)
+        if launches is None:
             limits = self._limits(problem)
-            plan = self._backward_plans[problem] = make_backward_plan(problem, self._arch(limits), limits)
-        return differentiate(plan, problem, inputs, result, grads, functools.partial(self._launcher, problem=problem))
+            launches = self._backward_launches[problem] = choose_backward_launches(problem, self._arch(limits), limits)
+        launcher = functools.partial(self._launcher, problem=problem)
+        return differentiate(launches, problem, inputs, result, grads, launcher)
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Refuses gradients, other dtypes and more rows than one launch can have."""
@@ -145,38 +147,38 @@ class CudaBackend(AttentionBackend):
         self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         key = (problem.out_shape, outs[0].dtype, dtype, *(x.stride() for x in (*outs, *lses)))
-        plan = self._merge_plans.get(key)
-        if plan is None:
-            plan = self._merge_plans[key] = make_merge_plan(outs, lses, dtype)
+        merge = self._merge_launches.get(key)
+        if merge is None:
+            merge = self._merge_launches[key] = make_merge_launch(outs, lses, dtype)
         out = torch.empty_like(outs[0], dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.empty_like(lses[0], memory_format=torch.contiguous_format)
-        if plan.launch is not None:
-            self._launcher(plan.launch, problem)(merge_params(plan.template, outs, lses, out, lse))
+        if merge.launch is not None:
+            self._launcher(merge.launch, problem)(merge_params(merge.template, outs, lses, out, lse))
         return out, lse
 
-    def _call(self, problem: Problem, inputs: Inputs) -> PlannedCall | Int8Call:
+    def _call(self, problem: Problem, inputs: Inputs) -> AttentionCall | Int8Call:
         in_keys = values_in_keys(problem, inputs)
         key = problem, in_keys, strides_of(inputs)
         call = self._calls.get(key)
         if call is None:
-            plan = self._plan(problem, in_keys)
+            launches = self._launches(problem, in_keys)
             launcher = functools.partial(self._launcher, problem=problem)
 
-            def planned(problem: Problem, inputs: Inputs) -> PlannedCall:
-                return PlannedCall(problem, inputs, plan, launcher, self._scratch(problem))
+            def call_for(problem: Problem, inputs: Inputs) -> AttentionCall:
+                return AttentionCall(problem, inputs, launches, launcher, self._scratch(problem))
 
             in_int8 = problem.qk_dtype is not None
-            call = Int8Call(problem, plan.dtype, launcher, planned) if in_int8 else planned(problem, inputs)
+            call = Int8Call(problem, launches.dtype, launcher, call_for) if in_int8 else call_for(problem, inputs)
             self._calls[key] = call
         return call
 
-    def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
-        plan = self._plans.get((problem, values_in_keys))
-        if plan is None:
+    def _launches(self, problem: Problem, values_in_keys: bool = False) -> Launches:
+        launches = self._forward_launches.get((problem, values_in_keys))
+        if launches is None:
             limits = self._limits(problem)
-            plan = make_plan(problem, self._arch(limits), limits, values_in_keys)
-            self._plans[problem, values_in_keys] = plan
-        return plan
+            launches = choose_launches(problem, self._arch(limits), limits, values_in_keys)
+            self._forward_launches[problem, values_in_keys] = launches
+        return launches
 
     # The emulator of the tests replaces these methods.
 
@@ -187,7 +189,7 @@ class CudaBackend(AttentionBackend):
         return module.device_limits(device.index_of(problem.device))
 
     def _arch(self, limits: Limits) -> int:
-        return self._forced_arch or config.cuda_arch() or limits.arch
+        return self._forced_arch or environment.cuda_arch() or limits.arch
 
     def _scratch(self, problem: Problem) -> Callable[[int, int], Scratch]:
         """A function that gives a number of counters and floats of the current stream."""

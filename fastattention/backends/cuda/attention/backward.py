@@ -1,4 +1,4 @@
-"""The gradients of a call by kernels/delta.cuh and kernels/backward.cuh: plans and launches."""
+"""The gradients of a call by kernels/delta.cuh and kernels/backward.cuh: choice of launches, parameters, calls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastattention.backends.cuda.attention.backward_heuristics import choose_bac
 from fastattention.backends.cuda.attention.call import Launcher
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
 from fastattention.backends.cuda.attention.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
+from fastattention.backends.cuda.attention.launches import attention_template
 from fastattention.backends.cuda.attention.params import BackwardParams
-from fastattention.backends.cuda.attention.plan import attention_template
 from fastattention.backends.cuda.common.memory import aligned_as, prepared
 from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime.chips import Limits
@@ -43,7 +43,7 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
+class BackwardLaunches:
     """The kernels that compute gradients of a problem."""
 
     dtype: torch.dtype  # the dtype in which they read and write
@@ -52,8 +52,8 @@ class BackwardPlan:
     templates: BoundedDict[Strides, bytes]  # parameters by widths and strides of tensors, without addresses
 
 
-def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardPlan:
-    """The plan on a GPU. Raises CompileError when no kernel fits it."""
+def choose_backward_launches(problem: Problem, arch: int, limits: Limits) -> BackwardLaunches:
+    """The launches on a GPU. Raises CompileError when no kernel fits it."""
     dtype = computed_dtype(problem, arch)
     delta = DeltaConfig(dtype, lanes_for(problem.headdim_v))
     passes = []
@@ -67,11 +67,11 @@ def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardP
         num_ctas = num_m_tiles * heads * problem.batch_size * config.num_value_parts
         passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), num_m_tiles, heads_together))
     delta_launch = KernelLaunch(delta, 0, -(-math.prod(problem.lse_shape) // delta.rows_of_cta))
-    return BackwardPlan(dtype, delta_launch, tuple(passes), BoundedDict())
+    return BackwardLaunches(dtype, delta_launch, tuple(passes), BoundedDict())
 
 
 def differentiate(
-    plan: BackwardPlan,
+    launches: BackwardLaunches,
     problem: Problem,
     inputs: Inputs,
     result: AttentionOutput,
@@ -82,22 +82,22 @@ def differentiate(
     assert result.lse is not None
     grad_out = torch.zeros_like(result.out) if grads.out is None else grads.out
     grad_lse, unit = grads.lse, None
-    if plan.dtype is not problem.dtype:
+    if launches.dtype is not problem.dtype:
         unit = _unit_of(grad_out, grad_lse, result.lse)
         grad_out, grad_lse = grad_out / unit, None if grad_lse is None else grad_lse / unit
-    given = prepared(inputs, plan.dtype)
-    out, grad_out = (aligned_as(x, plan.dtype) for x in (result.out, grad_out))
+    given = prepared(inputs, launches.dtype)
+    out, grad_out = (aligned_as(x, launches.dtype) for x in (result.out, grad_out))
     is_empty = result.out.numel() == 0 or problem.batch_size == 0
     # Kernels skip tokens after the last sequence, whose gradients are zero.
     new = torch.zeros_like if is_empty or problem.layout is Layout.VARLEN else torch.empty_like
     found = {
         name: new(getattr(given, name), memory_format=torch.contiguous_format)
-        for name in dict.fromkeys("".join(step.config.gradients for step in plan.passes))
+        for name in dict.fromkeys("".join(step.config.gradients for step in launches.passes))
     }
     stats = (torch.zeros if is_empty else torch.empty)(3, *problem.lse_shape, dtype=torch.float32, device=out.device)
     if not is_empty:
         call = AttentionOutput(out, result.lse), OutputGradients(grad_out, grad_lse)
-        _launch(plan, _params(plan, problem, given, *call, stats, found), launcher)
+        _launch(launches, _params(launches, problem, given, *call, stats, found), launcher)
     final = {name: _final(found[name], getattr(inputs, name), unit) for name in problem.grads if name in found}
     if "sinks" in problem.grads:
         assert inputs.sinks is not None
@@ -110,7 +110,7 @@ def differentiate(
 
 
 def _params(
-    plan: BackwardPlan,
+    launches: BackwardLaunches,
     problem: Problem,
     inputs: Inputs,
     result: AttentionOutput,
@@ -121,9 +121,9 @@ def _params(
     """Parameters that all kernels share, without those of a pass."""
     # Copies may have the strides of another call's tensors, and be wider.
     key = (inputs.q.shape[-1], inputs.v.shape[-1], *strides_of(inputs))
-    template = plan.templates.get(key)
+    template = launches.templates.get(key)
     if template is None:
-        template = plan.templates[key] = BackwardParams.template(
+        template = launches.templates[key] = BackwardParams.template(
             call=attention_template(problem, inputs),
             num_rows=stats[0].numel(),
             exponents_of_lse=1.0 if modifies_scores(problem) else math.log2(math.e),
@@ -147,9 +147,9 @@ def _addresses(tensors: dict[str, Tensor | None]) -> dict[str, int]:
     return dict(zip(tensors, pointers(*tensors.values()), strict=True))
 
 
-def _launch(plan: BackwardPlan, params: Params, launcher: Callable[[KernelLaunch], Launcher]) -> None:
-    launcher(plan.delta)(params)
-    for step in plan.passes:
+def _launch(launches: BackwardLaunches, params: Params, launcher: Callable[[KernelLaunch], Launcher]) -> None:
+    launcher(launches.delta)(params)
+    for step in launches.passes:
         if step.launch.num_ctas:
             params.call.num_m_tiles, params.call.heads_per_l2_wave = step.num_m_tiles, step.heads_per_l2_wave
             launcher(step.launch)(params)

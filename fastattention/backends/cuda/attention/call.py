@@ -1,4 +1,4 @@
-"""PlannedCall: the launches of a plan for tensors of some strides, with the parameters that do not change."""
+"""AttentionCall: the launches of a problem for tensors of some strides, with the parameters that do not change."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import contiguous_strides
 from fastattention.backends.common.results import keyless
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP
+from fastattention.backends.cuda.attention.launches import (
+    Launches,
+    append_params,
+    append_template,
+    attention_template,
+)
 from fastattention.backends.cuda.attention.params import AttentionParams
-from fastattention.backends.cuda.attention.plan import Plan, append_params, append_template, attention_template
 from fastattention.backends.cuda.attention.scratch import Scratch
 from fastattention.backends.cuda.common.memory import is_aligned, prepared
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -24,7 +29,7 @@ from fastattention.gpu_runtime.module import KernelLaunch
 Launcher = Callable[[Params], None]
 
 
-class PlannedCall:
+class AttentionCall:
     """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time.
 
     launcher: gives a function that enqueues a kernel; take_scratch: gives counters and floats of the current stream
@@ -34,13 +39,14 @@ class PlannedCall:
         self,
         problem: Problem,
         inputs: Inputs,
-        plan: Plan,
+        launches: Launches,
         launcher: Callable[[KernelLaunch], Launcher],
         take_scratch: Callable[[int, int], Scratch],
     ) -> None:
-        self._problem, self._plan, self._take_scratch = problem, plan, take_scratch
-        self._append = None if plan.append is None else (launcher(plan.append), append_template(problem, inputs))
-        self._launchers = [launcher(launch) for launch in plan.attention]
+        self._problem, self._launches, self._take_scratch = problem, launches, take_scratch
+        append = launches.append
+        self._append = None if append is None else (launcher(append), append_template(problem, inputs))
+        self._launchers = [launcher(launch) for launch in launches.attention]
         self._addresses = Addresses(AttentionParams, inputs)
         q_k_v, others = self._addresses.given[:3], self._addresses.given[3:]
         self._make = AttentionParams.maker(*q_k_v, "out", "lse", *others, "partial_out", "partial_stats", "counters")
@@ -48,7 +54,7 @@ class PlannedCall:
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.keeps_lse else None
         self._partial_rows = self._num_counters = 0
-        if (split := plan.split) is not None:
+        if (split := launches.split) is not None:
             self._partial_rows = split.num_slots * split.partial_rows
             self._num_counters = split.num_counters * problem.batch_size
         self._has_keys = problem.layout is not Layout.VARLEN or problem.batch_size > 0
@@ -67,12 +73,12 @@ class PlannedCall:
 
     def _attend_prepared(self, given: Inputs) -> AttentionOutput:
         """Attention to tensors that may need a copy, or that are new."""
-        problem, plan = self._problem, self._plan
-        inputs = prepared(given, plan.dtype)
+        problem, launches = self._problem, self._launches
+        inputs = prepared(given, launches.dtype)
         if not self._has_keys:
             # No CTA writes rows after the last sequence.
             return keyless(replace(problem, return_lse=problem.keeps_lse), inputs)
-        template = attention_template(problem, inputs, plan.num_m_tiles, plan.heads_per_l2_wave, plan.split)
+        template = attention_template(problem, inputs, launches.num_m_tiles, launches.heads_per_l2_wave, launches.split)
         if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
             self._template = template
         out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))

@@ -20,7 +20,7 @@ _make_params = MergeParams.maker("outs", "lses", "out", "lse")
 MOST_WARPS = 2**31 - 1  # warps of a launch: kernels count them in 32 bits
 
 
-class MergePlan(NamedTuple):
+class MergeLaunch(NamedTuple):
     """How parts of some shape and strides are merged."""
 
     launch: KernelLaunch | None  # none when there is nothing to compute
@@ -32,8 +32,8 @@ def num_warps(out_shape: Sequence[int]) -> int:
     return math.prod(out_shape[:-1]) * max(-(-out_shape[-1] // MergeConfig.columns_of_warp), 1)
 
 
-def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> MergePlan:
-    """The plan of one launch: up to MOST_PARTS parts into an out of `dtype`."""
+def make_merge_launch(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> MergeLaunch:
+    """One launch: up to MOST_PARTS parts into an out of `dtype`."""
     *batch, tokens, nheads, headdim_v = outs[0].shape
     batch_size = math.prod(batch)
     missing = [(0, 0, 0)] * (MOST_PARTS - len(outs))
@@ -50,7 +50,7 @@ def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch
     )
     num_ctas = -(-num_warps(outs[0].shape) // MergeConfig.num_warps)
     config = MergeConfig(outs[0].dtype, dtype)
-    return MergePlan(KernelLaunch(config, 0, num_ctas) if num_ctas else None, template)
+    return MergeLaunch(KernelLaunch(config, 0, num_ctas) if num_ctas else None, template)
 
 
 def merge_params(template: bytes, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor) -> Params:

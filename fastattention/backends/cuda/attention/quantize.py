@@ -12,7 +12,7 @@ import torch
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.common.layout import named_strides, pointers, token_strides
-from fastattention.backends.cuda.attention.call import Launcher, PlannedCall
+from fastattention.backends.cuda.attention.call import AttentionCall, Launcher
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, QuantizeConfig, lanes_for, stored_columns
 from fastattention.backends.cuda.attention.heuristics import modifies_scores, multiplies_int8
 from fastattention.backends.cuda.attention.params import QuantizeParams
@@ -44,8 +44,8 @@ def why_not_int8(problem: Problem, arch: int) -> str | None:
 class Int8Call:
     """Attention of a problem with qk_dtype, for tensors with the strides of one signature.
 
-    dtype: that in which attention reads and writes; launcher: gives a function that enqueues a kernel; planned: plans
-        attention to tensors whose queries and keys are bytes
+    dtype: that in which attention reads and writes; launcher: gives a function that enqueues a kernel; call_for: makes
+        the call for tensors whose queries and keys are bytes
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Int8Call:
         problem: Problem,
         dtype: torch.dtype,
         launcher: Callable[[KernelLaunch], Launcher],
-        planned: Callable[[Problem, Inputs], PlannedCall],
+        call_for: Callable[[Problem, Inputs], AttentionCall],
     ) -> None:
-        self._problem, self._dtype, self._planned = problem, dtype, planned
+        self._problem, self._dtype, self._call_for = problem, dtype, call_for
         self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
-        self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v: one that is not aligned is copied
+        self._calls: dict[tuple[int, ...], AttentionCall] = {}  # by strides of v: one that is not aligned is copied
         self._num_chunks = -(-problem.seqlen_k // QuantizeConfig.chunk_tokens)
         self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))
         q_tiles, k_tiles = self._tiles
@@ -78,7 +78,7 @@ class Int8Call:
         call = self._calls.get(strides)
         if call is None:
             as_prepared = replace(problem, dtype=dtype, headdim_v=quantized.v.shape[-1])
-            call = self._calls[strides] = self._planned(as_prepared, quantized)
+            call = self._calls[strides] = self._call_for(as_prepared, quantized)
         out, lse, _ = call(quantized)
         out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from fastattention.attention.problem import Problem
 from fastattention.backends.common.traffic import Extent, mask_of, token_bytes, visible_keys
 from fastattention.backends.cuda.attention.config import KernelConfig
-from fastattention.backends.cuda.attention.plan import Plan
+from fastattention.backends.cuda.attention.launches import Launches
 from fastattention.gpu_runtime.chips import Limits
 
 
-def tiled_keys(problem: Problem, extent: Extent, plan: Plan, limits: Limits) -> int:
+def tiled_keys(problem: Problem, extent: Extent, launches: Launches, limits: Limits) -> int:
     """Tokens of k and v of all sequences that are read from main memory, counted every time.
 
     A decode reads each key that a query sees once: the CTAs that share it run side by side (kernels/schedule.cuh). The
     forward kernel runs in waves of as many CTAs as the GPU holds.
     """
-    if plan.split is None and plan.attention:
+    if launches.split is None and launches.attention:
         return sum(
-            count * _keys_of_waves(problem, extent, plan, limits, *lengths) for lengths, count in extent.lengths.items()
+            count * _keys_of_waves(problem, extent, launches, limits, *lengths)
+            for lengths, count in extent.lengths.items()
         )
     return sum(count * visible_keys(mask_of(problem, *lengths)) for lengths, count in extent.lengths.items())
 
@@ -27,7 +28,9 @@ def resident_ctas(config: KernelConfig, limits: Limits) -> int:
     return config.min_ctas * limits.num_sms
 
 
-def _keys_of_waves(problem: Problem, extent: Extent, plan: Plan, limits: Limits, seqlen_q: int, seqlen_k: int) -> int:
+def _keys_of_waves(
+    problem: Problem, extent: Extent, launches: Launches, limits: Limits, seqlen_q: int, seqlen_k: int
+) -> int:
     """Tokens that are read for one sequence and key head.
 
     The tiles of heads_per_l2_wave heads start together, those of the last rows first (kernels/work.cuh). A wave is as
@@ -35,9 +38,9 @@ def _keys_of_waves(problem: Problem, extent: Extent, plan: Plan, limits: Limits,
     main memory once. Keys that the wave before has seen too are still in the L2 cache, if all that it saw fits a
     quarter of it: an H100 keeps a copy in each half, and queries and results take half of the rest.
     """
-    config = plan.attention[0].variant
+    config = launches.attention[0].variant
     assert isinstance(config, KernelConfig)
-    heads = min(plan.heads_per_l2_wave, problem.batch_size * problem.nheads)
+    heads = min(launches.heads_per_l2_wave, problem.batch_size * problem.nheads)
     ctas_of_tile = heads * config.num_value_parts
     resident, num_tiles = resident_ctas(config, limits), -(-seqlen_q // config.tile_m)
     key_bytes = token_bytes(problem, extent) * heads // problem.nheads  # of a token, in the heads of a wave

@@ -11,7 +11,7 @@ import torch
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.cuda.attention import decode_heuristics, heuristics
-from fastattention.backends.cuda.attention.backward import make_backward_plan
+from fastattention.backends.cuda.attention.backward import choose_backward_launches
 from fastattention.backends.cuda.attention.config import (
     CACHE_FORMATS,
     WIDEST_OF_A_WARP,
@@ -225,8 +225,8 @@ def training_variants_of(
         ]
         if headdim <= WIDEST_OF_A_WARP:
             for problem in problems:
-                plan = make_backward_plan(problem, arch, limits)
-                variants += [plan.delta.variant, *(step.config for step in plan.passes)]
+                launches = choose_backward_launches(problem, arch, limits)
+                variants += [launches.delta.variant, *(step.config for step in launches.passes)]
     return list(dict.fromkeys(variants))
 
 

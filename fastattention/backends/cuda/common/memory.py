@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattention import config
+from fastattention import environment
 from fastattention.attention.problem import Inputs
 from fastattention.errors import ArgumentError
 
@@ -30,7 +30,7 @@ def check_float16_range(dtype: torch.dtype, remedy: str, **tensors: Tensor) -> N
 
     remedy: the name of a backend that computes in bfloat16
     """
-    if dtype is not torch.float16 or not config.check_float16_range():
+    if dtype is not torch.float16 or not environment.check_float16_range():
         return
     limit = torch.finfo(torch.float16).max
     for name, tensor in tensors.items():

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from fastattention import config
+from fastattention import environment
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.gradients import why_not_in_transform
-from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
-from fastattention.backends.cuda.linear.heuristics import choose_step, num_ctas
-from fastattention.backends.cuda.linear.step import StepCall
+from fastattention.backends.cuda.linear.chunk_call import ChunkedCall
+from fastattention.backends.cuda.linear.step_call import StepCall
+from fastattention.backends.cuda.linear.step_heuristics import choose_step, num_ctas
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -45,7 +45,7 @@ class CudaLinearBackend(LinearBackend):
             return f"{num_states} states are more than one launch takes; divide the batch, or use backend='torch'"
         return None
 
-    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+    def make_call(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """Three launches for a call in chunks, one for a call token by token."""
         limits = self._limits(problem)
 
@@ -53,7 +53,7 @@ class CudaLinearBackend(LinearBackend):
             return self._launcher(launch, problem)
 
         if problem.chunked:
-            return ChunkedCall(problem, config.cuda_arch() or limits.arch, limits, launcher)
+            return ChunkedCall(problem, environment.cuda_arch() or limits.arch, limits, launcher)
         return StepCall(problem, inputs, limits, launcher)
 
     # The emulator of the tests replaces this method.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastattention.cli.bench.peers.base import Peer, Prepared
+from fastattention.cli.bench.peers.base import Peer, PreparedPeer
 from fastattention.cli.bench.peers.fast import FASTATTENTION, PACKED_CACHE, TOKENS_FIRST
 from fastattention.cli.bench.peers.ggml import GGML
 from fastattention.cli.bench.peers.openvino import OPENVINO
@@ -12,4 +12,4 @@ ALL_PEERS = (
     FASTATTENTION, PACKED_CACHE, TOKENS_FIRST, SDPA, FOLDED_SDPA, MATMUL, EAGER, SDPA_LOOP, PADDED_SDPA, OPENVINO, GGML
 )  # fmt: skip
 
-__all__ = ["ALL_PEERS", "EAGER", "FASTATTENTION", "SDPA", "Peer", "Prepared"]
+__all__ = ["ALL_PEERS", "EAGER", "FASTATTENTION", "SDPA", "Peer", "PreparedPeer"]

@@ -13,7 +13,7 @@ from fastattention.cli.bench.workload import BenchWorkload, Tensors
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPeer:
     """A peer ready for one workload, with its inputs in the layout that suits it best. Only `call` is timed."""
 
     call: Callable[[], Any]
@@ -27,7 +27,7 @@ class Peer:
 
     name: str
     applies_to: Callable[[BenchWorkload], bool]  # a peer is not mentioned where it does not apply
-    prepare: Callable[[BenchWorkload, Tensors], Prepared]
+    prepare: Callable[[BenchWorkload, Tensors], PreparedPeer]
     version: Callable[[], str]  # version of the library that computes; called only where the peer is available
     why_unavailable: Callable[[], str | None] = lambda: None  # why it cannot be used here, and how to install it
     why_not: Callable[[BenchWorkload], str | None] = lambda workload: None  # why not for a workload that it applies to
@@ -55,7 +55,7 @@ def is_dense(workload: BenchWorkload) -> bool:
 
 def prepare_backward(
     forward: Callable[..., Any], inputs: Tensors, grad: Tensor, output: Callable[[Any], Tensor], detail: str
-) -> Prepared:
+) -> PreparedPeer:
     """The backward of `forward`: gradients of q, k and v. The output is the gradient of q."""
     leaves = Tensors(*(tensor.detach().requires_grad_() for tensor in inputs))
     out = forward(*leaves)
@@ -63,4 +63,4 @@ def prepare_backward(
     def call() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
-    return Prepared(call, lambda gradients: output(gradients[0]), detail)
+    return PreparedPeer(call, lambda gradients: output(gradients[0]), detail)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import fastattention
 from fastattention.backends.cpu.library import load_library
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_backward, is_decode, is_varlen, prepare_backward
+from fastattention.cli.bench.peers.base import Peer, PreparedPeer, is_backward, is_decode, is_varlen, prepare_backward
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradient
 
 
-def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """A call in the best layout: for a decode, caches that store heads first, as caches of Transformers do."""
     if is_backward(workload):
         return prepare_gradients(workload, tensors)
@@ -25,7 +25,7 @@ def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     return prepare_as_given(workload, tensors)
 
 
-def prepare_gradients(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_gradients(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """The backward of fast_attn_func."""
     forward = functools.partial(fastattention.fast_attn_func, causal=workload.causal)
     with torch.enable_grad():
@@ -39,7 +39,7 @@ def heads_first(cache: Tensor) -> Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def prepare_as_given(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_as_given(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """fast_attn_func, fast_attn_with_kvcache for a decode, fast_attn_varlen_func for variable-length sequences."""
     function: Callable[..., Any] = fastattention.fast_attn_func
     arguments: tuple[Any, ...] = tensors
@@ -51,16 +51,16 @@ def prepare_as_given(workload: BenchWorkload, tensors: Tensors) -> Prepared:
         arguments = (*tensors, *offsets, max(workload.seqlens_q), max(workload.seqlens_k))
     chosen = fastattention.explain(*arguments, function=function, causal=workload.causal).backend or ""
     detail = f"cpu {load_library().isa}" if chosen == "cpu" else chosen
-    return Prepared(lambda: function(*arguments, causal=workload.causal), lambda out: out, detail)
+    return PreparedPeer(lambda: function(*arguments, causal=workload.causal), lambda out: out, detail)
 
 
-def prepare_packed_store(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_packed_store(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """A PackedKVStore that holds the keys and values of a decode."""
     q, k, v = tensors
     batch_size, seqlen, nheads_k, headdim = k.shape
     store = fastattention.PackedKVStore(batch_size, seqlen, nheads_k, headdim, dtype=k.dtype)
     store.append(k, v)
-    return Prepared(
+    return PreparedPeer(
         lambda: store.attend(q, causal=workload.causal), lambda out: out, detail=f"cpu {load_library().isa}"
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastattention
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense
+from fastattention.cli.bench.peers.base import Peer, PreparedPeer, is_decode, is_dense
 from fastattention.cli.bench.peers.ggml_library import Ggml, InitParams, load
 from fastattention.cli.bench.workload import BenchWorkload, Tensors
 
@@ -18,7 +18,7 @@ GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 NUM_TENSORS, ALIGNMENT = 5, 64  # q, k, v, mask and the result; padding of each, at most
 
 
-class Graph:
+class GgmlGraph:
     """One flash attention, its tensors (batch_size, heads, seqlen, headdim), and a CPU backend to run it."""
 
     def __init__(self, ggml: Ggml, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
@@ -57,12 +57,12 @@ class Graph:
         return int(made)
 
 
-def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """Queries and results are float32, as the operator demands; keys and values have the dtype of the workload."""
     q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
     mask = _causal_mask(workload) if workload.causal and not is_decode(workload) else None
-    graph = Graph(_loaded(), q.float(), k, v, mask)
-    return Prepared(graph.compute, lambda _: graph.out())
+    graph = GgmlGraph(_loaded(), q.float(), k, v, mask)
+    return PreparedPeer(graph.compute, lambda _: graph.out())
 
 
 def _causal_mask(workload: BenchWorkload) -> Tensor:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import fastattention
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense
+from fastattention.cli.bench.peers.base import Peer, PreparedPeer, is_decode, is_dense
 from fastattention.cli.bench.workload import BenchWorkload, Tensors
 from fastattention.cli.machine import installed_version
 
 ELEMENT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
-def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """A model of one operator. float16 is computed in float32, as the CPU device does where it lacks float16."""
     openvino = importlib.import_module("openvino")
     inputs = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
@@ -28,7 +28,7 @@ def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     def call(kept: object = inputs) -> None:  # the request reads the memory of its inputs without owning it
         request.infer()
 
-    return Prepared(call, lambda _: _output(request, workload))
+    return PreparedPeer(call, lambda _: _output(request, workload))
 
 
 def _compiled(openvino: Any, workload: BenchWorkload, inputs: list[Tensor]) -> Any:

@@ -11,14 +11,14 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_backward, is_decode, is_varlen, prepare_backward
+from fastattention.cli.bench.peers.base import Peer, PreparedPeer, is_backward, is_decode, is_varlen, prepare_backward
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradient, sequences
 
 # A long prefill is not measured with eager attention; benchmarks/memory.py shows the memory that it takes.
 LONGEST_EAGER = 256
 
 
-def prepare_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_sdpa(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """scaled_dot_product_attention on contiguous (batch_size, heads, seqlen, headdim); groups through enable_gqa."""
     inputs = Tensors(*(heads_first(tensor) for tensor in tensors))
     # SDPA aligns its mask to the top left: the single query of a decode would see one key. Without a mask it sees all.
@@ -31,29 +31,29 @@ def prepare_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
         with torch.enable_grad():
             return prepare_backward(forward, inputs, heads_first(make_gradient(workload)), heads_last, path)
     call = functools.partial(scaled_dot_product_attention, *inputs, **options)
-    return Prepared(call, heads_last, path)
+    return PreparedPeer(call, heads_last, path)
 
 
-def prepare_folded_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_folded_sdpa(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """A workaround for grouped heads: the query heads of a group become the queries of one head."""
     inputs = folded(workload, tensors)
     call = functools.partial(scaled_dot_product_attention, *inputs)
-    return Prepared(call, functools.partial(unfolded, workload), sdpa_path(*inputs))
+    return PreparedPeer(call, functools.partial(unfolded, workload), sdpa_path(*inputs))
 
 
-def prepare_matmul(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_matmul(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """Matmul, softmax, matmul on folded heads: in some dtypes the fastest decode that can be written by hand."""
     call = functools.partial(by_matmul, *folded(workload, tensors))
-    return Prepared(call, functools.partial(unfolded, workload))
+    return PreparedPeer(call, functools.partial(unfolded, workload))
 
 
-def prepare_eager(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_eager(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """Matmul, mask, softmax, matmul over the whole square: the "eager" attention of a model."""
     inputs = Tensors(*(heads_first(tensor) for tensor in tensors))
-    return Prepared(functools.partial(by_matmul, *inputs, causal=workload.causal), heads_last)
+    return PreparedPeer(functools.partial(by_matmul, *inputs, causal=workload.causal), heads_last)
 
 
-def prepare_sdpa_loop(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_sdpa_loop(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """Variable-length sequences one at a time, with results written back to back, as the next layer reads them."""
     batch = [[heads_first(part[None]) for part in parts] for parts in sequences(workload, tensors)]
 
@@ -61,10 +61,10 @@ def prepare_sdpa_loop(workload: BenchWorkload, tensors: Tensors) -> Prepared:
         outs = [scaled_dot_product_attention(q, k, v, is_causal=workload.causal) for q, k, v in batch]
         return torch.cat([heads_last(out)[0] for out in outs])
 
-    return Prepared(call, lambda out: out, sdpa_path(*batch[0], is_causal=workload.causal))
+    return PreparedPeer(call, lambda out: out, sdpa_path(*batch[0], is_causal=workload.causal))
 
 
-def prepare_padded_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+def prepare_padded_sdpa(workload: BenchWorkload, tensors: Tensors) -> PreparedPeer:
     """Variable-length sequences padded to the longest, with a mask. Padding happens outside the timing."""
     parts = zip(*sequences(workload, tensors), strict=True)
     q, k, v = (heads_first(pad_sequence(list(part), batch_first=True)) for part in parts)
@@ -73,7 +73,7 @@ def prepare_padded_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     def output(out: Tensor) -> Tensor:
         return torch.cat([row[:seqlen] for row, seqlen in zip(heads_last(out), workload.seqlens_q, strict=True)])
 
-    return Prepared(lambda: scaled_dot_product_attention(q, k, v, mask), output, sdpa_path(q, k, v, attn_mask=mask))
+    return PreparedPeer(lambda: scaled_dot_product_attention(q, k, v, mask), output, sdpa_path(q, k, v, attn_mask=mask))
 
 
 def is_grouped(workload: BenchWorkload) -> bool:

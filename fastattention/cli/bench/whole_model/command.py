@@ -10,7 +10,7 @@ from rich.markup import escape
 from fastattention.cli.bench.session import publish_files
 from fastattention.cli.bench.whole_model.build import build, find_config
 from fastattention.cli.bench.whole_model.measure import ATTENTIONS, Cell, Effort, measure
-from fastattention.cli.bench.whole_model.report import Report, Row, write_png
+from fastattention.cli.bench.whole_model.report import ModelReport, Row, write_png
 from fastattention.cli.console import OUTPUT, progress_bar, status
 from fastattention.cli.machine import describe_machine
 
@@ -38,7 +38,9 @@ def answer(name: str, num_layers: int | None, quick: bool, output: Path) -> None
     with status(f"making {name}"):
         model = build(config, dtype, device)
     rows: list[Row] = []
-    report = Report(name, config.num_hidden_layers, str(dtype).removeprefix("torch."), effort, describe_machine(), rows)
+    report = ModelReport(
+        name, config.num_hidden_layers, str(dtype).removeprefix("torch."), effort, describe_machine(), rows
+    )
     path = output / f"model_{_file_name(name)}.json"
     with progress_bar() as bar:
         task = bar.add_task(escape(name), total=len(cells))

@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class ModelReport:
     """One model on one machine."""
 
     model: str
@@ -95,7 +95,7 @@ def _peak(row: Row, name: str) -> str:
     return row.figures[name].refused.get("prefill", "") if peak is None else f"{peak / 1e9:.2f}"
 
 
-def write_png(report: Report, path: Path) -> Path:
+def write_png(report: ModelReport, path: Path) -> Path:
     """Bars of prefill and decode by batch and length, a panel each; returns the path. Needs matplotlib."""
     import matplotlib as mpl
 

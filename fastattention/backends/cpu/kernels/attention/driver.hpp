@@ -1,7 +1,7 @@
 // Plans a call of attention and runs it on the thread pool with the kernels of an instruction set.
 #pragma once
 
-#include "attention/plan.hpp"
+#include "attention/kernel_table.hpp"
 
 namespace fastattention {
 

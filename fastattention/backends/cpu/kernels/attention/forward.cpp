@@ -110,7 +110,7 @@ private:
     }
 
     // Splits of the same keys are neighbours, head by head. A task is as many of them as are read together.
-    void plan_splits() {
+    void choose_splits() {
         const int64_t wanted = split_keys(), most_together = heads_per_task();
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
@@ -132,7 +132,7 @@ private:
     }
 
     bool decode() {
-        plan_splits();
+        choose_splits();
         if (splits_.empty()) return true;
         const int64_t columns = kernels_.decode_columns(p_);
         int64_t floats = 0;

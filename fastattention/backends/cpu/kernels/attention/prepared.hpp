@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/plan.hpp"
+#include "attention/kernel_table.hpp"
 
 namespace fastattention {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "attention/plan.hpp"
+#include "attention/kernel_table.hpp"
 
 namespace fastattention {
 

@@ -44,7 +44,7 @@ void help(void* data) {
 
 // Whether `count` more threads can be started at once.
 bool can_start(int count) {
-    const SignalBlock signals_blocked;
+    const SignalMask signals_blocked;
     std::mutex gate;
     std::vector<std::thread> threads;
     bool all = true;

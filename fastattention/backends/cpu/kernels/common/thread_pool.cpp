@@ -64,7 +64,7 @@ private:
     // Starts workers until there are `wanted`, or as many as the system allows now.
     void grow(int wanted) {
         if (num_workers_ >= wanted) return;
-        const SignalBlock signals_blocked;
+        const SignalMask signals_blocked;
         try {
             clocks_.reserve(wanted);
             while (num_workers_ < wanted) {
@@ -161,14 +161,14 @@ void renew_pool() {
 StandBy::StandBy() { stand_bys.fetch_add(1, std::memory_order_relaxed); }
 StandBy::~StandBy() { stand_bys.fetch_sub(1, std::memory_order_relaxed); }
 
-SignalBlock::SignalBlock() {
+SignalMask::SignalMask() {
     sigset_t blocked;
     sigfillset(&blocked);
     for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF}) sigdelset(&blocked, signal);
     pthread_sigmask(SIG_BLOCK, &blocked, &before_);
 }
 
-SignalBlock::~SignalBlock() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+SignalMask::~SignalMask() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
 void wait_for(const int32_t* number, int32_t wanted) {
     for (int spin = 0; __atomic_load_n(number, __ATOMIC_ACQUIRE) != wanted; ++spin)

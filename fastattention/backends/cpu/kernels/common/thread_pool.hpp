@@ -32,12 +32,12 @@ public:
 
 // Threads that are started while this exists block the signals of the process, as a program may wait for some of them in a
 // thread of its choice. They still get their own faults and the signals of profilers.
-class SignalBlock {
+class SignalMask {
 public:
-    SignalBlock();
-    ~SignalBlock();
-    SignalBlock(const SignalBlock&) = delete;
-    SignalBlock& operator=(const SignalBlock&) = delete;
+    SignalMask();
+    ~SignalMask();
+    SignalMask(const SignalMask&) = delete;
+    SignalMask& operator=(const SignalMask&) = delete;
 
 private:
     sigset_t before_;

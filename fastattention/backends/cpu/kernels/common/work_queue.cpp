@@ -17,7 +17,7 @@ constexpr int kLooks = 64;  // polls between readings of the clock, after which 
 }  // namespace
 
 WorkQueue::WorkQueue(const uint32_t* ready, uint32_t* done) : ready_(ready), done_(done) {
-    const SignalBlock signals_blocked;
+    const SignalMask signals_blocked;
     thread_ = std::thread([this] { work(); });
 }
 

@@ -1,7 +1,7 @@
 // Plans a call of linear attention and runs it on the thread pool with the kernels of an instruction set.
 #pragma once
 
-#include "linear/plan.hpp"
+#include "linear/kernel_table.hpp"
 
 namespace fastattention {
 

@@ -4,7 +4,7 @@
 //     q_scaled   scale a(i, -1) q_i                  factors   a(last, -1)
 //     k_scaled   a(last, j) k_j                      scores    scale (a(i, j) q_i) . k_j  for j <= i
 //
-// Scores within a block of 4 tokens are summed in float. Scores of tokens further apart come from matrix instructions: in
+// Scores within a subchunk of 4 tokens are summed in float. Scores of tokens further apart come from matrix instructions: in
 // parts of 4 tokens first, then of 8, 16 and 32, queries of every second part meet keys of the part before it.
 //
 //     tokens   0 1 2 3   4 5 6 7   8 ...      4: queries 4 to 7 with keys 0 to 3
@@ -25,12 +25,12 @@
 
 namespace fastattention {
 
-constexpr int kBlock = 4, kGroup = 16, kGroups = kChunk / kGroup;
+constexpr int kSubchunk = 4, kGroup = 16, kGroups = kChunk / kGroup;
 constexpr int kSlice = Config::slice_columns;  // columns of queries and keys at a time
 constexpr int kGateFormat = Config::gate_format;
-constexpr int kSizes = Config::num_sizes;  // of parts: kBlock << index
+constexpr int kSizes = Config::num_sizes;  // of parts: kSubchunk << index
 static_assert(kChunk == kBlock << kSizes && (kGroups == 4 || kGroups == 2), "two or four groups are joined");
-static_assert(kWarps == kChunk / (2 * kBlock), "a warp has two blocks");
+static_assert(kWarps == kChunk / (2 * kSubchunk), "a warp has two subchunks");
 static_assert(kHeaddim % kSlice == 0 && kChunk % Arch::kStepRows == 0, "slices and steps are whole");
 
 // Shared memory holds tiles of all sizes and each warp's products of gates; scores later take their place.
@@ -119,18 +119,18 @@ private:
     using Products = float[1][kGroup / 8][Arch::kElements];
     using KeyGates = Gates<kGateFormat>;
 
-    // Four columns of a block, which a lane reads, as they are in memory.
+    // Four columns of a block, which a lane reads, as they are in memory: four columns of a subchunk.
     struct Bits {
-        Words2 queries[kBlock], keys[kBlock];
-        KeyGates::Words gates[kBlock];
+        Words2 queries[kSubchunk], keys[kSubchunk];
+        KeyGates::Words gates[kSubchunk];
     };
 
-    // Queries times the gates of the block up to theirs, keys times the gates after them, and the product of all gates.
-    struct Block {
-        Four queries[kBlock], keys[kBlock], gates;
+    // Queries times the gates of the subchunk up to theirs, keys times the gates after them, and the product of all gates.
+    struct Subchunk {
+        Four queries[kSubchunk], keys[kSubchunk], gates;
     };
 
-    // Products of the gates of a part: of those before the lane's block, of those after it, and of all.
+    // Products of the gates of a part: of those before the lane's subchunk, of those after it, and of all.
     struct Part {
         Four before, behind, gates;
 
@@ -142,24 +142,24 @@ private:
         }
     };
 
-    // Half a warp processes a block.
-    static FA_DEVICE int own_block() { return lane_index() >> 4; }
+    // Half a warp processes a subchunk.
+    static FA_DEVICE int own_subchunk() { return lane_index() >> 4; }
     static FA_DEVICE int own_column() { return (lane_index() & 15) * 4; }
-    FA_DEVICE int own_token() const { return (warp_ * 2 + own_block()) * kBlock; }
+    FA_DEVICE int own_token() const { return (warp_ * 2 + own_subchunk()) * kSubchunk; }
 
     FA_DEVICE uint32_t tile(int size, int row) const { return memory_ + size * kTileBytes + row * kPitch; }
     FA_DEVICE uint32_t gates_of_warp(int warp) const {
         return memory_ + kSizes * kTileBytes + warp * kSlice * 4 + own_column() * 4;
     }
 
-    // Reads the next slice, which the L2 cache prefetched with the previous one. Rows of q, k and g have the same columns:
-    // chunk_plan.py aligns all of them.
+    // Reads the next slice, which the L2 cache prefetched with the previous one. Rows of q, k and g have the same columns: chunk_call.py
+    // chunk_call.py aligns all of them.
     FA_DEVICE Bits read(int column) {
         const int rows = column + own_column() < p_.columns_k ? rows_ : 0;
         const int g_stride_row = static_cast<int>(p_.g_stride_row);  // the stride of aligned rows is small enough
         Bits bits = {};
 #pragma unroll
-        for (int row = 0; row < kBlock; ++row) {
+        for (int row = 0; row < kSubchunk; ++row) {
             if (row >= rows) continue;
             bits.queries[row] = load_global_64(q_ + static_cast<int64_t>(p_.q_stride_row) * row);
             bits.keys[row] = load_global_64(k_ + static_cast<int64_t>(p_.k_stride_row) * row);
@@ -173,34 +173,34 @@ private:
 
     // Between the two barriers, warps can read the gates of all others.
     FA_DEVICE void add_slice(const Bits& bits, int column) {
-        Block block;
-        multiply_block(bits, block);
-        Part part = {Four(1.0f), Four(1.0f), block.gates};
-        leave(0, own_block() == 1, block, part);
-        join_lanes(part, own_block() == 1);
-        leave(1, warp_ % 2, block, part);
-        if (own_block() == 0) store_shared_128(gates_of_warp(warp_), part.gates.words());
+        Subchunk subchunk;
+        multiply_subchunk(bits, subchunk);
+        Part part = {Four(1.0f), Four(1.0f), subchunk.gates};
+        leave(0, own_subchunk() == 1, subchunk, part);
+        join_lanes(part, own_subchunk() == 1);
+        leave(1, warp_ % 2, subchunk, part);
+        if (own_subchunk() == 0) store_shared_128(gates_of_warp(warp_), part.gates.words());
         cta_barrier();
         multiply(inner_, inner_task());
         join_warps<1>(part);
-        leave(2, warp_ / 2 % 2, block, part);
+        leave(2, warp_ / 2 % 2, subchunk, part);
         join_warps<2>(part);
         if constexpr (kGroups == 4) {
-            leave(3, warp_ / 4, block, part);
+            leave(3, warp_ / 4, subchunk, part);
             join_warps<4>(part);
         }
-        write(block, part, column);
+        write(subchunk, part, column);
         cta_barrier();
         if (has_outer_task()) multiply(outer_, outer_task());
     }
 
     // Keys are multiplied with one query after the other, and before each by the gate of its token.
-    FA_DEVICE void multiply_block(const Bits& bits, Block& block) {
+    FA_DEVICE void multiply_subchunk(const Bits& bits, Subchunk& subchunk) {
 #pragma unroll
         for (int column = 0; column < 4; ++column) {
-            float keys[kBlock], since = 1.0f;
+            float keys[kSubchunk], since = 1.0f;
 #pragma unroll
-            for (int row = 0; row < kBlock; ++row) {
+            for (int row = 0; row < kSubchunk; ++row) {
                 const float gate =
                     exp2_approximate(widen_bits(KeyGates::bits(bits.gates[row], column), kGateFormat) * kLog2E);
                 const float query = Element::widen(static_cast<uint16_t>(half_of(bits.queries[row], column)));
@@ -210,29 +210,29 @@ private:
 #pragma unroll
                 for (int i = 0; i <= row; ++i) scores_[row].x[i] += query * keys[i];
                 since *= gate;
-                block.queries[row].x[column] = query * since;
+                subchunk.queries[row].x[column] = query * since;
             }
 #pragma unroll
-            for (int row = 0; row < kBlock; ++row) block.keys[row].x[column] = keys[row];
-            block.gates.x[column] = since;
+            for (int row = 0; row < kSubchunk; ++row) subchunk.keys[row].x[column] = keys[row];
+            subchunk.gates.x[column] = since;
         }
     }
 
     // Stores queries of the second of two parts, or keys of the first.
-    FA_DEVICE void leave(int size, bool is_second, const Block& block, const Part& part) const {
+    FA_DEVICE void leave(int size, bool is_second, const Subchunk& subchunk, const Part& part) const {
         const uint32_t to = tile(size, own_token()) + own_column() * 2;
         if (size == 0) {  // lanes of a warp differ
 #pragma unroll
-            for (int row = 0; row < kBlock; ++row)
-                store_shared_64(to + row * kPitch, chosen(is_second, block.queries[row], block.keys[row]).packed());
+            for (int row = 0; row < kSubchunk; ++row)
+                store_shared_64(to + row * kPitch, chosen(is_second, subchunk.queries[row], subchunk.keys[row]).packed());
         } else if (is_second) {
 #pragma unroll
-            for (int row = 0; row < kBlock; ++row)
-                store_shared_64(to + row * kPitch, (block.queries[row] * part.before).packed());
+            for (int row = 0; row < kSubchunk; ++row)
+                store_shared_64(to + row * kPitch, (subchunk.queries[row] * part.before).packed());
         } else {
 #pragma unroll
-            for (int row = 0; row < kBlock; ++row)
-                store_shared_64(to + row * kPitch, (block.keys[row] * part.behind).packed());
+            for (int row = 0; row < kSubchunk; ++row)
+                store_shared_64(to + row * kPitch, (subchunk.keys[row] * part.behind).packed());
         }
     }
 
@@ -254,14 +254,14 @@ private:
         part.join(other, warp_ / kCount % 2);
     }
 
-    FA_DEVICE void write(const Block& block, const Part& part, int first_column) const {
+    FA_DEVICE void write(const Subchunk& subchunk, const Part& part, int first_column) const {
         const int column = first_column + own_column();
         const int64_t at = (static_cast<int64_t>(slot_) * kChunk + own_token()) * kHeaddim + column;
         const Four before = part.before * Four(p_.scale);
 #pragma unroll
-        for (int row = 0; row < kBlock; ++row) {
-            store_global_64(p_.q_scaled + at + row * kHeaddim, (block.queries[row] * before).packed());
-            store_global_64(p_.k_scaled + at + row * kHeaddim, (block.keys[row] * part.behind).packed());
+        for (int row = 0; row < kSubchunk; ++row) {
+            store_global_64(p_.q_scaled + at + row * kHeaddim, (subchunk.queries[row] * before).packed());
+            store_global_64(p_.k_scaled + at + row * kHeaddim, (subchunk.keys[row] * part.behind).packed());
         }
         if (own_token() == 0)
             store_global_128(p_.factors + static_cast<int64_t>(slot_) * kHeaddim + column, part.gates.words());
@@ -296,15 +296,15 @@ private:
     FA_DEVICE uint32_t score(int row, int column) const { return memory_ + row * kScorePitch + column * 2; }
 
     FA_DEVICE void leave_scores() {
-        leave_blocks();
+        leave_subchunks();
         leave_products(inner_, inner_task());
         if (has_outer_task()) leave_products(outer_, outer_task());
     }
 
-    // Stores scores within blocks. Scores are read eight columns at once, so zeros follow those of the first of two blocks.
-    FA_DEVICE void leave_blocks() {
+    // Stores scores within subchunks. They are read eight columns at once, so zeros follow those of the first of two.
+    FA_DEVICE void leave_subchunks() {
 #pragma unroll
-        for (int row = 0; row < kBlock; ++row) {
+        for (int row = 0; row < kSubchunk; ++row) {
 #pragma unroll
             for (int i = 0; i <= row; ++i) scores_[row].x[i] = sum_of_lanes<16>(scores_[row].x[i]);
             const Words2 packed = (scores_[row] * Four(p_.scale)).packed();
@@ -323,7 +323,7 @@ private:
 #pragma unroll
             for (int i = 0; i < Arch::kElements; i += 2) {
                 const int row = first_query + Arch::row(Arch::row_of_element(i)), column = Arch::score_column(n, i);
-                const int part = column / kBlock >> task.size, part_of_query = row >> task.size + 2;
+                const int part = column / kSubchunk >> task.size, part_of_query = row >> task.size + 2;
                 if (task.size == 3 || (part % 2 == 0 && part_of_query == part + 1))
                     store_shared_32(score(first_key + row, first_key + column),
                                     Operand::pack(products[0][n][i] * p_.scale, products[0][n][i + 1] * p_.scale));
@@ -348,7 +348,7 @@ private:
     const uint16_t* q_;  // the lane's columns of the next slice
     const uint16_t* k_;
     const KeyGates::Number* g_;
-    Four scores_[kBlock] = {};  // scores of queries with keys of their block
+    Four scores_[kSubchunk] = {};  // scores of queries with keys of their subchunk
     Products inner_ = {}, outer_ = {};
 };
 

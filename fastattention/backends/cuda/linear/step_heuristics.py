@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastattention.backends.cuda.linear.config import STEP_COLUMNS, STEP_WARPS, StepConfig
+from fastattention.backends.cuda.linear.step_config import STEP_COLUMNS, STEP_WARPS, StepConfig
 from fastattention.linear.problem import LinearProblem
 
 

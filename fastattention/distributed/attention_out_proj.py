@@ -11,17 +11,17 @@ Arguments of both functions, besides those of `fastattention.attention.interface
   axis.
 - `bias`: (hidden,), the whole bias on every rank. It is added once, after the sum.
 - `group`: the torch.distributed.ProcessGroup whose ranks have the heads; None is the default group.
-- `plan`: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are counted
-    through all sequences, one after the other. A single block is computed, then summed. The plan must be the same on
-    every rank.
+- `partition`: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are
+    counted through all sequences, one after the other. A single block is computed, then summed. The partition must be
+    the same on every rank.
 - `transport`: how blocks are summed: "auto", or a name of `fastattention.distributed.transports`.
 - `out`: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory with the other arguments.
 
 All ranks of the group make the same calls in the same order, as with every collective. The first call of a kind
-(shapes, mask, plan) is compared over the ranks and, unless a plan is given, autotuned: it cannot be captured in a CUDA
-graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile. Calls on different
-streams may run one after the other. Graphs of one group must not be replayed concurrently with each other or with
-calls.
+(shapes, mask, partition) is compared over the ranks and, unless a partition is given, autotuned: it cannot be captured
+in a CUDA graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile. Calls on
+different streams may run one after the other. Graphs of one group must not be replayed concurrently with each other or
+with calls.
 
 Raises ArgumentError for a wrong argument, and on all ranks where their calls differ and are new to all of them; other
 mistakes of one rank leave the others waiting. Raises UnsupportedError where no backend or no transport can serve the
@@ -52,7 +52,7 @@ from fastattention.attention.validation import KvCacheArguments, Options, prepar
 from fastattention.attention.validation.common import read_options
 from fastattention.distributed import transports
 from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
-from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
+from fastattention.distributed.row_blocks import Attend, AttentionOutProj, may_cut_sequences
 from fastattention.engine.checks import (
     TensorSpec,
     check_like_q,
@@ -75,19 +75,19 @@ def _request(
     w_o: Tensor,
     bias: Tensor | None = None,
     *,
-    plan: Any = "auto",
+    partition: Any = "auto",
     backend: str = "auto",
     transport: str = "auto",
     out: Tensor | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Request:
-    """The attention of a call of `attention_linear_allreduce`, whose other arguments are checked."""
+    """The attention of a call of `attention_out_proj_allreduce`, whose other arguments are checked."""
     named_group(group)
     scores = {name: options.pop(name, None) for name in ("alibi_slopes", "attn_bias", "sinks")}
     read = _read_options(**options)
     problem, _ = prepare_dense(q, k, v, read, **scores)
-    _key_of(problem, w_o, bias, out, plan, backend, transport)
+    _key_of(problem, w_o, bias, out, partition, backend, transport)
     return ATTENTION, Inputs(q, k, v, **scores), read, backend, attrgetter("out")
 
 
@@ -98,19 +98,19 @@ def _request_with_kvcache(
     w_o: Tensor,
     bias: Tensor | None = None,
     *,
-    plan: Any = "auto",
+    partition: Any = "auto",
     backend: str = "auto",
     transport: str = "auto",
     out: Tensor | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Request:
-    """The attention of a call of `attention_linear_allreduce_with_kvcache`, whose other arguments are checked."""
+    """The attention of a call of `attention_out_proj_allreduce_with_kvcache`, whose other arguments are checked."""
     named_group(group)
     tensors = {name: options.pop(name) for name in KvCacheArguments._fields if name in options}
     read, arguments = _read_options(**options), KvCacheArguments(q, k_cache, v_cache, **tensors)
     problem, _ = prepare_kvcache(arguments, read)
-    _key_of(problem, w_o, bias, out, plan, backend, transport)
+    _key_of(problem, w_o, bias, out, partition, backend, transport)
     return ATTENTION_KVCACHE, arguments, read, backend, attrgetter("out")
 
 
@@ -124,7 +124,7 @@ def _read_options(
 
 
 @explained_by(_request)
-def attention_linear_allreduce(
+def attention_out_proj_allreduce(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -139,7 +139,7 @@ def attention_linear_allreduce(
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     group: ProcessGroup | None = None,
-    plan: str | Sequence[int] = "auto",
+    partition: str | Sequence[int] = "auto",
     backend: str = "auto",
     transport: str = "auto",
     out: Tensor | None = None,
@@ -158,17 +158,17 @@ def attention_linear_allreduce(
     options = read_options(softmax_scale, causal, window_size, softcap)
     group = named_group(group)
     signature = None
-    if alibi_slopes is attn_bias is sinks is None and type(plan) is type(transport) is str:
+    if alibi_slopes is attn_bias is sinks is None and type(partition) is type(transport) is str:
         # One look-up replaces all checks: between the launches of a short call Python code takes several times as long
         # as by itself.
-        signature = signature_of((q, k, v, w_o, bias, out), backend, (options, plan, transport))
+        signature = signature_of((q, k, v, w_o, bias, out), backend, (options, partition, transport))
         known = agreement_of(group).calls.get(signature)
         if known is not None and (known.cuda_index is None or known.cuda_index == module.current_device()):
             return _sum(known.key, Inputs(q, k, v), w_o, bias, out, group, known.attend, known.agreed)
     scores = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
     require_eager({"q": q, "k": k, "v": v, "w_o": w_o, "bias": bias, "out": out, **scores})
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
-    key = _key_of(problem, w_o, bias, out, plan, backend, transport)
+    key = _key_of(problem, w_o, bias, out, partition, backend, transport)
     result = _run(key, inputs, w_o, bias, out, group)
     if signature is not None and inputs.q is q and inputs.k is k and inputs.v is v:
         agreement_of(group).remember(signature, key, inputs)
@@ -176,7 +176,7 @@ def attention_linear_allreduce(
 
 
 @explained_by(_request_with_kvcache)
-def attention_linear_allreduce_with_kvcache(
+def attention_out_proj_allreduce_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -197,18 +197,18 @@ def attention_linear_allreduce_with_kvcache(
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     group: ProcessGroup | None = None,
-    plan: str | Sequence[int] = "auto",
+    partition: str | Sequence[int] = "auto",
     backend: str = "auto",
     transport: str = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
-    """`attention_linear_allreduce` over a cache that already holds the tokens of q, as in a chunked prefill.
+    """`attention_out_proj_allreduce` over a cache that already holds the tokens of q, as in a chunked prefill.
 
     - `k_cache`, `v_cache`, `block_table`, `cache_batch_idx`, `cache_leftpad`, `k_scale`, `v_scale`: as in
         `fast_attn_with_kvcache`
     - `cache_seqlens`: as there, the tokens of q included; nothing is appended
 
-    The other arguments, the result and the errors are those of `attention_linear_allreduce`.
+    The other arguments, the result and the errors are those of `attention_out_proj_allreduce`.
     """
     arguments = KvCacheArguments(
         q, k_cache, v_cache, None, None, None, None, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
@@ -216,7 +216,7 @@ def attention_linear_allreduce_with_kvcache(
     )  # fmt: skip
     require_eager({**arguments._asdict(), "w_o": w_o, "bias": bias, "out": out})
     problem, inputs = prepare_kvcache(arguments, read_options(softmax_scale, causal, window_size, softcap))
-    key = _key_of(problem, w_o, bias, out, plan, backend, transport)
+    key = _key_of(problem, w_o, bias, out, partition, backend, transport)
     return _run(key, inputs, w_o, bias, out, named_group(group))
 
 
@@ -247,7 +247,7 @@ def _sum(
     if out is None:
         out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
-        call = AttentionLinear(problem, inputs, w_o, key.backend, attend)
+        call = AttentionOutProj(problem, inputs, w_o, key.backend, attend)
         flat = out.view(problem.total_q, key.hidden)
         if agreed is not None:
             agreed.now(problem.device).run(call, flat)
@@ -261,7 +261,7 @@ def _sum(
 
 
 def _key_of(
-    problem: Problem, w_o: Tensor, bias: Tensor | None, out: Tensor | None, plan: Any, backend: str, transport: str
+    problem: Problem, w_o: Tensor, bias: Tensor | None, out: Tensor | None, partition: Any, backend: str, transport: str
 ) -> Key:
     """The key of a call, after checks of all arguments but the group and of whether a backend serves it."""
     w_o_looks = spec_of("w_o", w_o)
@@ -276,7 +276,7 @@ def _key_of(
         raise ArgumentError(f"out must be contiguous, got strides {out.stride()}")
     ATTENTION_BACKENDS.check_name(backend)
     hidden = _check_shapes(problem, w_o_looks, bias_looks, out_looks)
-    rows = _check_plan(plan, problem)
+    rows = _check_partition(partition, problem)
     transports.check_name(transport)
     return Key(problem, hidden, bias is not None, backend, transport, rows)
 
@@ -300,22 +300,26 @@ def _check_shapes(problem: Problem, w_o: TensorSpec, bias: TensorSpec | None, ou
     return hidden
 
 
-def _check_plan(plan: Any, problem: Problem) -> tuple[int, ...] | None:
+def _check_partition(partition: Any, problem: Problem) -> tuple[int, ...] | None:
     """The rows of each block; None for "auto"."""
-    if isinstance(plan, str) and plan == "auto":  # the type is checked first, because arrays compare by elements
+    if (
+        isinstance(partition, str) and partition == "auto"
+    ):  # the type is checked first, because arrays compare by elements
         return None
-    if isinstance(plan, str) or not isinstance(plan, Sequence):
-        raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')
-    rows = tuple(read_int("plan", count, 'the rows of each block, positive integers, or "auto"') for count in plan)
+    if isinstance(partition, str) or not isinstance(partition, Sequence):
+        raise ArgumentError(f'partition={partition!r} must be "auto" or the rows of each block, a sequence of integers')
+    allowed = 'the rows of each block, positive integers, or "auto"'
+    rows = tuple(read_int("partition", count, allowed) for count in partition)
     total = problem.total_q
     if any(count < 1 for count in rows) or sum(rows) != total:
         raise ArgumentError(
-            f"plan={list(rows)} must be positive and sum to batch_size * seqlen_q = {total}; the sum is {sum(rows)}"
+            f"partition={list(rows)} must be positive and sum to batch_size * seqlen_q = {total}; "
+            f"the sum is {sum(rows)}"
         )
     cuts = [start for start in accumulate(rows) if start % problem.seqlen_q]
     if cuts and not may_cut_sequences(problem):
         raise ArgumentError(
-            f"plan={list(rows)} has a block begin at row {cuts[0]}, within a sequence: with alibi_slopes and without "
-            f"causal every block must begin at a multiple of seqlen_q={problem.seqlen_q}"
+            f"partition={list(rows)} has a block begin at row {cuts[0]}, within a sequence: with alibi_slopes and "
+            f"without causal every block must begin at a multiple of seqlen_q={problem.seqlen_q}"
         )
     return rows

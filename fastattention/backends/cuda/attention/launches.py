@@ -1,4 +1,4 @@
-"""Plan: the kernels and grids of a problem, and the parameters that its calls share."""
+"""The kernels and grids of a problem, and the parameters that its calls share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastattention.gpu_runtime.module import KernelLaunch
 
 
 @dataclass(frozen=True)
-class Plan:
+class Launches:
     """The kernels that serve a problem."""
 
     dtype: torch.dtype  # the dtype in which attention reads and writes
@@ -34,22 +34,22 @@ class Plan:
     split: Split | None = None  # of a decode
 
 
-def make_plan(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> Plan:
-    """The plan for a problem on a GPU. Raises CompileError when no kernel fits it.
+def choose_launches(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> Launches:
+    """The launches for a problem on a GPU. Raises CompileError when no kernel fits it.
 
     values_in_keys: v is the first columns of k, in the same memory.
     """
     append = _append_launch(problem)
     if problem.total_q == 0 or problem.headdim_v == 0:
-        return Plan(problem.dtype, append)
+        return Launches(problem.dtype, append)
     if decode_heuristics.is_decode(problem, limits):
         config = decode_heuristics.choose_decode(problem, arch, limits, values_in_keys)
         split = decode_heuristics.choose_split(problem, config, limits)
-        return Plan(config.dtype, append, _decode_launches(problem, config, split), split.num_m_tiles, split=split)
+        return Launches(config.dtype, append, _decode_launches(problem, config, split), split.num_m_tiles, split=split)
     config = heuristics.choose_config(problem, arch, limits)
     num_m_tiles = -(-problem.seqlen_q // config.tile_m)
     launch = KernelLaunch(config, 0, num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
-    return Plan(config.dtype, append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits))
+    return Launches(config.dtype, append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits))
 
 
 def _decode_launches(problem: Problem, config: KernelConfig, split: Split) -> tuple[KernelLaunch, ...]:

@@ -27,7 +27,7 @@ PIPES = list(WHAT_PIPES_DO)
 MERGED_GAP = 1.0  # cycles: slices that follow each other so closely are drawn as one bar
 
 
-def write_timeline(
+def write_picture(
     operations: list[Operation], tiling: Tiling, chip: Chip, heading: str, path: Path, cycles: float
 ) -> None:
     """Draw the first `cycles` of a row block; the suffix of `path` is .png or .svg."""

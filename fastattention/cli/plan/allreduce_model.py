@@ -46,7 +46,7 @@ class Prompt:
         pairs = self._visible_pairs(past) - self._visible_pairs(first)
         return 2 * self.nheads * (self.headdim + self.headdim_v) * pairs
 
-    def linear_flop(self, rows: int) -> int:
+    def projection_flop(self, rows: int) -> int:
         """FLOP of the product with the projection's weight, for this rank."""
         return 2 * rows * self.nheads * self.headdim_v * self.hidden
 
@@ -128,7 +128,7 @@ def choose(prompt: Prompt, machine: Machine) -> Choice:
         if fastest.seconds <= (1 - LEAST_GAIN) * serial.seconds:
             best = fastest
     [attention] = attention_seconds(prompt, machine, one_block)
-    compute = attention + linear_seconds(prompt, machine, prompt.rows)
+    compute = attention + projection_seconds(prompt, machine, prompt.rows)
     return Choice(best, serial, compute, undivided[best.transport].seconds - compute)
 
 
@@ -136,11 +136,11 @@ def predict(prompt: Prompt, machine: Machine, transport: AllReduce | Ring, parti
     """The partition in time, by the transport."""
     attention = attention_seconds(prompt, machine, partition)
     if isinstance(transport, Ring):
-        product = linear_seconds(prompt, machine, prompt.rows) / prompt.rows
+        product = projection_seconds(prompt, machine, prompt.rows) / prompt.rows
         timeline = round_the_ring(prompt, transport, partition.rows, attention, product)
     else:
         work = [
-            seconds + linear_seconds(prompt, machine, rows)
+            seconds + projection_seconds(prompt, machine, rows)
             for seconds, rows in zip(attention, partition.rows, strict=True)
         ]
         transfers = [transport.seconds(rows * prompt.row_bytes) for rows in partition.rows]
@@ -148,9 +148,9 @@ def predict(prompt: Prompt, machine: Machine, transport: AllReduce | Ring, parti
     return Prediction(transport.name, partition, timeline)
 
 
-def linear_seconds(prompt: Prompt, machine: Machine, rows: int) -> float:
+def projection_seconds(prompt: Prompt, machine: Machine, rows: int) -> float:
     """Seconds of one GEMM."""
-    return prompt.linear_flop(rows) / machine.linear_rate + machine.block_seconds / 2
+    return prompt.projection_flop(rows) / machine.projection_rate + machine.block_seconds / 2
 
 
 def attention_seconds(prompt: Prompt, machine: Machine, partition: Partition) -> list[float]:

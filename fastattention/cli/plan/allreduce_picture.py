@@ -6,13 +6,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from fastattention.cli.plan.overlap_model import Timeline
+from fastattention.cli.plan.allreduce_model import Timeline
 from fastattention.cli.plan.picture import draw_bar
 
 COLORS = {"compute": "#55a868", "all-reduce": "#c44e52"}
 
 
-def write_overlap(timelines: dict[str, Timeline], heading: str, path: Path) -> None:
+def write_picture(timelines: dict[str, Timeline], heading: str, path: Path) -> None:
     """Draw two lanes of each; bars show the number of their block. The suffix of `path` is .png or .svg."""
     figure = Figure(figsize=(9, 1 + 0.9 * len(timelines)), layout="constrained")
     panel = figure.subplots()

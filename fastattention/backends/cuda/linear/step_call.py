@@ -8,8 +8,8 @@ import torch
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import contiguous_strides, first_strides, named_strides, pointers
-from fastattention.backends.cuda.linear.heuristics import choose_step, column_tiles, num_ctas
 from fastattention.backends.cuda.linear.params import GATE_FORMATS, StepParams
+from fastattention.backends.cuda.linear.step_heuristics import choose_step, column_tiles, num_ctas
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem

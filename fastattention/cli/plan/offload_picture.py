@@ -23,7 +23,7 @@ POINTS = 96
 BEYOND = 4  # times the length of the plan is drawn when nothing limits it
 
 
-def write_lengths(placement: Placement, placement_of: Callable[[int, str], Placement], path: Path) -> None:
+def write_picture(placement: Placement, placement_of: Callable[[int, str], Placement], path: Path) -> None:
     """Draw up to the longest sequence that fits; the suffix of `path` is .png or .svg."""
     lengths = _lengths(placement)
     placements = [placement_of(seqlen, AUTO) for seqlen in lengths]

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention.cli.plan import overlap_model
-from fastattention.cli.plan.machines import MACHINES, AllReduce, Machine, Ring, find_machine
-from fastattention.cli.plan.overlap_model import (
+from fastattention.cli.plan import allreduce_model
+from fastattention.cli.plan.allreduce_model import (
     Prompt,
     Timeline,
     attention_seconds,
     choose,
-    linear_seconds,
     one_after_the_other,
     predict,
+    projection_seconds,
 )
+from fastattention.cli.plan.machines import MACHINES, AllReduce, Machine, Ring, find_machine
 from fastattention.distributed.row_partitions import OVERLAPPED, Partition
 from fastattention.errors import ArgumentError
 
@@ -45,7 +45,7 @@ def c10d(share: float, slowdown: float = 0.0, name: str = "c10d") -> AllReduce:
 def machine(*transports: AllReduce | Ring) -> Machine:
     """A machine on which LONG takes a second, mostly attention, and blocks cost nothing."""
     return Machine(
-        "made up", LONG.attention_flop(0, LONG.rows) / 0.6, LONG.linear_flop(LONG.rows) / 0.4, 0.0, transports, 4
+        "made up", LONG.attention_flop(0, LONG.rows) / 0.6, LONG.projection_flop(LONG.rows) / 0.4, 0.0, transports, 4
     )
 
 
@@ -61,7 +61,7 @@ def test_attention_counts_visible_pairs(rows: tuple[int, int], pairs: int) -> No
 
 
 def test_rows_and_gemm_are_those_of_all_sequences() -> None:
-    assert (TINY.rows, TINY.row_bytes, TINY.linear_flop(3)) == (8, 14, 2 * 3 * (3 * 2) * 7)
+    assert (TINY.rows, TINY.row_bytes, TINY.projection_flop(3)) == (8, 14, 2 * 3 * (3 * 2) * 7)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_attention_runs_with_the_block_that_needs_it_first(partition: Partition,
 
 
 def test_a_gemm_costs_half_a_block() -> None:
-    assert linear_seconds(TINY, UNIT, 3) == pytest.approx(3 + 0.1)
+    assert projection_seconds(TINY, UNIT, 3) == pytest.approx(3 + 0.1)
 
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=8))
@@ -148,7 +148,7 @@ def test_two_blocks_of_two_ranks_in_a_ring_by_hand() -> None:
 
 
 def test_the_partitions_that_calls_try_are_predicted() -> None:
-    with mock.patch.object(overlap_model, "predict", wraps=predict) as predicted:
+    with mock.patch.object(allreduce_model, "predict", wraps=predict) as predicted:
         choose(LONG, machine(c10d(1.0), replace(FREE_RING, recipes=()), AllReduce("peer_kernel", ((1, 1.0),))))
     asked = [(call.args[2].name, *call.args[3]) for call in predicted.call_args_list]
     halves, quarters, eighths = (4096,) * 2, (2048,) * 4, (1024,) * 8

@@ -1,4 +1,4 @@
-"""LinearPlan: a call of the native library, set up once for all calls whose tensors have the same strides."""
+"""CpuLinearCall: a call of the native library, set up once for all calls whose tensors have the same strides."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fastattention.backends.cpu.library import load_library
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.threads import get_num_threads
 
-LinearParams = STRUCTS["FaLinearParams"]
+CpuLinearParams = STRUCTS["FaLinearParams"]
 
 
-class LinearPlan:
+class CpuLinearCall:
     """Linear attention of tensors with the strides of `inputs`. Any number of threads may call it at a time."""
 
     def __init__(self, problem: LinearProblem, inputs: LinearInputs) -> None:
         self._params = linear_params(problem, inputs)
         self._params_at = ctypes.addressof(self._params)
-        self._pack = pointer_packer(LinearParams, "out", "final_state", *LinearInputs._fields)
+        self._pack = pointer_packer(CpuLinearParams, "out", "final_state", *LinearInputs._fields)
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._state = (problem.state_shape, contiguous_strides(problem.state_shape)) if problem.returns_state else None
 
@@ -45,7 +45,7 @@ class LinearPlan:
 
 def linear_params(problem: LinearProblem, inputs: LinearInputs) -> Params:
     """The arguments of calls with tensors of these strides, without addresses and the number of threads."""
-    template = LinearParams.template(
+    template = CpuLinearParams.template(
         dtype=DTYPE_CODES[problem.dtype],
         gate_dtype=DTYPE_CODES[problem.gate_dtype],
         beta_dtype=DTYPE_CODES[problem.beta_dtype or torch.float32],
@@ -67,7 +67,7 @@ def linear_params(problem: LinearProblem, inputs: LinearInputs) -> Params:
         **named_strides("beta", first_strides(inputs.beta)),
         **named_strides("state", first_strides(inputs.initial_state), "sequence head row"),
     )
-    return LinearParams.from_buffer_copy(template)
+    return CpuLinearParams.from_buffer_copy(template)
 
 
 def chunk_of(dtype: torch.dtype, isa: str) -> int:

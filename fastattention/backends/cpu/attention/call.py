@@ -1,4 +1,4 @@
-"""CpuPlan: a call of the native library, set up once for all calls whose tensors have the same strides."""
+"""CpuAttentionCall: a call of the native library, set up once for all calls whose tensors have the same strides."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from fastattention.attention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.backends.common.addresses import Addresses
 from fastattention.backends.common.layout import contiguous_strides
-from fastattention.backends.cpu.attention.params import AttentionParams, attention_params, gradient_params
+from fastattention.backends.cpu.attention.params import CpuAttentionParams, attention_params, gradient_params
 from fastattention.backends.cpu.attention.prepared import PreparedCall
 from fastattention.backends.cpu.headers import pointer_packer
 from fastattention.backends.cpu.library import load_library
 from fastattention.threads import get_num_threads
 
 
-class CpuPlan:
+class CpuAttentionCall:
     """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time."""
 
     def __init__(self, problem: Problem, inputs: Inputs) -> None:
         self._params = attention_params(problem, inputs)
         self._params_at = ctypes.addressof(self._params)
-        addresses = Addresses(AttentionParams, inputs)
+        addresses = Addresses(CpuAttentionParams, inputs)
         self._addresses_of = addresses.of
         self._pointers = "out", "lse", *addresses.given
-        self._pack = pointer_packer(AttentionParams, *self._pointers)
+        self._pack = pointer_packer(CpuAttentionParams, *self._pointers)
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.keeps_lse else None
 
@@ -63,7 +63,7 @@ class CpuPlan:
 
         out, lse: contiguous, as a call gives them; num_threads: at most, the thread that runs it included
         """
-        make = AttentionParams.maker(*self._pointers)
+        make = CpuAttentionParams.maker(*self._pointers)
         params = make(bytes(self._params), out.data_ptr(), lse.data_ptr(), *self._addresses_of(inputs))
         params.num_threads = num_threads
         return PreparedCall(params, (inputs, out, lse))

@@ -75,10 +75,10 @@ def test_the_store_keeps_as_many_layers_on_the_cpu_as_planned(pages: int, batch_
         store = make_store(workload, MemoryCaps(cache_bytes, 1 << 24))
         fill(store, seqlen)
         planned = divide(workload, Policy.HYBRID, budget)
-        plan = memory_of(workload, planned, budget)
+        predicted = memory_of(workload, planned, budget)
         assert store.usage.num_layers_cpu == planned
-        assert store.usage.cpu_bytes == plan.cpu_kv
-        assert store.usage.gpu_bytes <= plan.gpu - FIXED <= cache_bytes
+        assert store.usage.cpu_bytes == predicted.cpu_kv
+        assert store.usage.gpu_bytes <= predicted.gpu - FIXED <= cache_bytes
         seen.add(planned)
     assert len(seen) > 1
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -30,6 +31,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 VOCABULARY = 98
 WINDOW = 6  # shorter than the prompts, so that windows matter
@@ -144,6 +147,40 @@ def make_cache(kind: str, model: PreTrainedModel) -> Cache | None:
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     return StaticCache(config=model.config, max_cache_len=32) if kind == "static" else None
+
+
+def stepwise(model: Any, side: str, cache: str) -> tuple[Tensor, Tensor]:
+    """Logits of a prompt, then of a chunk of three tokens and of two single ones on its cache; the mask of them all."""
+    ids, seen, past = prompts().to(model.device), padding_mask(side).to(model.device), make_cache(cache, model)
+    logits = [model(ids, attention_mask=seen, **{CACHE_ARGUMENT: past}, use_cache=past is not None).logits]
+    for count in (3, 1, 1) if past is not None else ():
+        seen = F.pad(seen, (0, count), value=1)
+        logits.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
+    return torch.cat(logits, dim=1), seen
+
+
+def greedy(model: Any, ids: Tensor, mask: Tensor | None = None, count: int = 8, cache: str | None = None) -> Any:
+    """Prompts and the likeliest `count` tokens after each."""
+    options = {"max_new_tokens": count, "do_sample": False, "cache_implementation": cache}
+    return model.generate(ids, attention_mask=mask, **options).tolist()
+
+
+def assert_varied(texts: list[list[int]], length: int = 11) -> None:
+    """Otherwise that they are equal would mean little."""
+    assert len({token for text in texts for token in text[length:]}) > 6
+
+
+def random_masks() -> tuple[Tensor, Tensor]:
+    """Bool (3, 1, 11, 11): which keys are seen, each query's own among them; and what is added to scores for that."""
+    seen = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.4
+    seen |= torch.eye(11, dtype=torch.bool)
+    return seen, torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+def assert_as_exact(fast: Tensor, eager: Tensor, exact: Tensor, real: Tensor) -> None:
+    """At most twice the error of eager attention, on average over real tokens."""
+    error, allowed = ((logits.float() - exact)[real.bool()].abs().mean().item() for logits in (fast, eager))
+    assert 0 < error <= 2 * allowed
 
 
 def assert_same(fast: Tensor, eager: Tensor, real: Tensor | None = None, tolerance: float = 1e-5) -> None:

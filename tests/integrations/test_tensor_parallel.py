@@ -26,7 +26,7 @@ from fastattention.integrations.transformers.tensor_parallel import NAME, tile_a
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 from .budgets import LARGE, cache_arguments
-from .models import assert_same, make_cache, padding_mask, pair, prompts
+from .models import assert_same, assert_varied, greedy, padding_mask, pair, prompts, random_masks, stepwise
 
 TILED = ("llama", "mistral", "qwen3", "gemma2")
 LAYERS = 2
@@ -96,24 +96,15 @@ def projected() -> Iterator[Projected]:
 
 @torch.no_grad()
 def passes(name: str, side: str, cache: str) -> None:
-    """Prefill, then a chunk of three tokens and two single ones, all on one cache."""
-    ids, mask = prompts(), padding_mask(side)
-    results = []
-    for model in (pair(name).eager, tiled(name)):
-        past, seen = make_cache(cache, model), mask
-        with projected() as calls:
-            logits = [model(ids, attention_mask=mask, **{CACHE_ARGUMENT: past}, use_cache=past is not None).logits]
-            for count in (3, 1, 1) if past is not None else ():
-                seen = torch.cat([seen, seen.new_ones(3, count)], dim=1)
-                logits.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
-        results.append(torch.cat(logits, dim=1))
-    expected, out = results
+    expected, real = stepwise(pair(name).eager, side, cache)
+    with projected() as calls:
+        out, _ = stepwise(tiled(name), side, cache)
     if side == "right":
         assert calls.reasons
         assert all("pad on the left" in reason for reason in calls.reasons), calls.reasons
     else:
-        assert (calls.count, calls.reasons) == (LAYERS * (4 if past is not None else 1), set())
-    assert_same(out, expected, seen)
+        assert (calls.count, calls.reasons) == (LAYERS * (1 if cache == "no cache" else 4), set())
+    assert_same(out, expected, real)
 
 
 @sampled
@@ -125,15 +116,10 @@ def test_logits_are_those_of_the_whole_model(ranks: Team, name: str, side: str, 
 
 
 def generation(name: str, side: str, cache: str | None) -> list[list[int]]:
-    ids, mask = prompts(), padding_mask(side)
-    expected, tokens = (
-        model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache_implementation=cache)
-        for model in (pair(name).eager, tiled(name))
-    )
-    assert len(expected[:, 11:].unique()) > 6, "the text must vary for its equality to mean anything"
-    assert tokens.tolist() == expected.tolist()
-    result: list[list[int]] = tokens.tolist()
-    return result
+    eager, fast = (greedy(model, prompts(), padding_mask(side), 12, cache) for model in (pair(name).eager, tiled(name)))
+    assert_varied(eager)
+    assert fast == eager
+    return fast  # type: ignore[no-any-return]
 
 
 @sampled
@@ -186,9 +172,7 @@ def test_torch_compile_traces_the_usual_way(ranks: Team) -> None:
 
 @torch.no_grad()
 def own_mask() -> None:
-    seen = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.4
-    seen |= torch.eye(11, dtype=torch.bool)
-    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    seen, added = random_masks()
     with projected() as calls:
         out = tiled("llama")(prompts(), attention_mask=seen).logits
     assert (calls.count, calls.reasons) == (LAYERS, set())

@@ -27,7 +27,7 @@ from fastattention.distributed.transports.c10d import C10d
 
 CASE = DenseCase(name="agreed", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 AUTO = Sum(CASE, "auto")
-LONG = Sum(replace(CASE, batch_size=4, seqlen_q=700, seqlen_k=700, headdim=16), "auto", hidden=800)
+LONG = Sum(replace(CASE, batch_size=2, seqlen_q=520, seqlen_k=520, nheads=1, nheads_k=1), "auto", hidden=2048)
 
 
 def forget() -> None:

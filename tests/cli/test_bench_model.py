@@ -35,7 +35,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model(folder: Path) -> Any:
+def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(measuring.gc, "collect", lambda: 0)  # takes a second among all that tests import
     return build(find_config(str(folder), 2, 64), torch.float32, torch.device("cpu"))
 
 

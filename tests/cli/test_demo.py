@@ -74,6 +74,7 @@ def test_the_source_tree_has_the_model() -> None:
     check_model_folder(Path(__file__).parents[2] / default)
 
 
+@slow
 def test_the_workers_error_is_shown(run_command: Callable[..., Finished], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     exit_code, output = run_command("demo", "--model", tmp_path, "--context", 200)

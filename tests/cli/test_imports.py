@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = {"matplotlib", "rich", "transformers", "typer"}
+HEAVY = {"flash_attn", "matplotlib", "rich", "transformers", "typer"}
 
 
 def imported_by(statement: str) -> set[str]:
@@ -18,7 +18,7 @@ def imported_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     ("statement", "allowed"),
     [
-        ("import fastattention", set()),
+        ("import fastattention, fastattention.integrations.flash_attn", set()),
         (
             "from fastattention.cli import main, info, generate, demo; "
             "import fastattention.cli.bench.command, fastattention.cli.check.command",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import deep
 
 from fastattention.backends.ascend.chips import CHIPS
 
@@ -88,6 +89,7 @@ def test_plan_refuses_what_it_cannot_do(arguments: str, message: str, run_comman
     assert output == f"error: {message}"
 
 
+@deep
 def test_script_writes_predictions_and_both_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, chips = load_script("ascend_plan"), {name: CHIPS[name] for name in ("910B2", "910_9382", "910_9392")}
     monkeypatch.setattr(script, "CHIPS", chips)

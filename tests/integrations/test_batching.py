@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import sampled
+from tiers import sampled, slow
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
@@ -147,7 +147,7 @@ def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(hits) >= 288
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=slow)])
 def test_a_full_cache_resets_requests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     resets = counted(monkeypatch, OffloadingManager, "offload_requests")
     prompts = requests(20, longest=100)
@@ -169,13 +169,14 @@ def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.Monkey
     assert batched_tokens(pair(name).fast, prompts) == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=slow), "gemma2"])
 def test_several_continuations_of_a_prompt(name: str) -> None:
     prompts = requests(9, longest=100)
     expected = [tokens for tokens in eager_tokens(pair(name).eager, prompts) for _ in range(3)]
     assert batched_tokens(pair(name).fast, prompts, num_return_sequences=3, page_size=8) == expected
 
 
+@slow
 @sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])

@@ -21,6 +21,7 @@ from fastattention.cli.bench.workload import BenchWorkload
 
 from .conftest import Finished
 
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SECONDS_KEYS = {"median", "lower_quartile", "upper_quartile", "calls"}
 
 
@@ -74,18 +75,22 @@ def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Fi
     assert [path.name for path in sorted((tmp_path / "results").iterdir())] == ["overhead.json", "overhead.png"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
-    run_command: Callable[..., Finished],
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("prefill --output /proc/results", "output='/proc/results' is no folder to write to"),
+        ("prefil", "question 'prefil' is not known; choose from prefill, decode, packed, backward, overhead"),
+        pytest.param("gpu --output .", "question 'gpu' needs a CUDA device, and torch sees none", marks=WITHOUT_GPU),
+    ],
+    ids=["output", "question", "gpu"],
+)
+def test_what_cannot_be_answered_is_told_before_anything_is_measured(
+    arguments: str, message: str, run_command: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    exit_code, output = run_command("bench", "prefill", "--output", "/proc/results")
+    exit_code, output = run_command("bench", *arguments.split())
     assert exit_code == 1
-    assert "error: output='/proc/results' is no folder to write to" in output
-
-
-def test_unknown_question_is_refused(run_command: Callable[..., Finished]) -> None:
-    exit_code, output = run_command("bench", "prefil")
-    assert exit_code == 1
-    assert "error: question 'prefil' is not known; choose from prefill, decode, packed, backward, overhead" in output
+    assert f"error: {message}" in output
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_there_is_json_and_a_hint(
@@ -122,11 +127,3 @@ def test_quick_suite_is_a_smaller_full_suite() -> None:
     for question, workloads in quick.items():
         assert len(workloads) <= len(full[question])
         assert sum(one.flops for one in workloads) <= sum(one.flops for one in full[question])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_question_of_the_gpu_needs_one(run_command: Callable[..., Finished], tmp_path: Path) -> None:
-    finished = run_command("bench", "gpu", "--output", str(tmp_path))
-    assert finished.exit_code != 0
-    assert "question 'gpu' needs a CUDA device, and torch sees none" in finished.output
-    assert not list(tmp_path.iterdir())

@@ -110,12 +110,6 @@ def test_wrong_arguments_are_explained(
     assert message in output
 
 
-def test_unknown_attention_lists_the_known_ones(run_command: Callable[..., Finished], byte_model: Path) -> None:
-    exit_code, output = run_command("generate", "--model", byte_model, "--prompt", "x", "--attn", "flash")
-    assert exit_code == 2
-    assert all(attention.value in output for attention in Attention)
-
-
 def test_a_folder_without_tokenizer_and_without_bytes_is_explained(
     run_command: Callable[..., Finished], tmp_path: Path
 ) -> None:
@@ -125,16 +119,6 @@ def test_a_folder_without_tokenizer_and_without_bytes_is_explained(
     assert exit_code == 1
     assert "error: model 'model' has no tokenizer" in output
     assert "its vocabulary of 257 is not the 256 bytes" in output
-
-
-def test_a_folder_without_weights_is_explained(
-    run_command: Callable[..., Finished], byte_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "model").mkdir()
-    shutil.copy(byte_model / "config.json", tmp_path / "model")
-    exit_code, output = run_command("generate", "--model", "model", "--prompt", "x")
-    assert exit_code == 1
-    assert "error: model 'model' cannot be loaded" in output
 
 
 def test_missing_transformers_says_what_to_install(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.timing import Timing
 from fastattention.cli.bench.workload import BenchWorkload
 
-from .conftest import Finished
+from .conftest import RunCommand
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SECONDS_KEYS = {"median", "lower_quartile", "upper_quartile", "calls"}
@@ -51,9 +50,7 @@ def check_schema(report: dict[str, Any], question: str) -> None:
 
 
 @deep
-def test_bench_answers_every_question(
-    run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path
-) -> None:
+def test_bench_answers_every_question(run_command: RunCommand, known_limits: Limits, tmp_path: Path) -> None:
     exit_code, output = run_command("bench", "--quick", "--seqlen", 16, "--seconds", 0.01, "--output", "results")
     assert exit_code == 0
     assert "measured FMA peak: 100 GFLOP/s" in output
@@ -66,7 +63,7 @@ def test_bench_answers_every_question(
 
 
 @slow
-def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_bench_measures_the_limits_of_this_machine(run_command: RunCommand, tmp_path: Path) -> None:
     arguments = ("--seqlen", 16, "--seconds", 0, "--threads", 1, "--output", "results")
     assert run_command("bench", "overhead", *arguments).exit_code == 0
     report = json.loads((tmp_path / "results" / "overhead.json").read_text())
@@ -85,7 +82,7 @@ def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Fi
     ids=["output", "question", "gpu"],
 )
 def test_what_cannot_be_answered_is_told_before_anything_is_measured(
-    arguments: str, message: str, run_command: Callable[..., Finished], tmp_path: Path
+    arguments: str, message: str, run_command: RunCommand, tmp_path: Path
 ) -> None:
     exit_code, output = run_command("bench", *arguments.split())
     assert exit_code == 1
@@ -94,7 +91,7 @@ def test_what_cannot_be_answered_is_told_before_anything_is_measured(
 
 
 def test_without_matplotlib_there_is_json_and_a_hint(
-    run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, known_limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions.importlib.util, "find_spec", lambda name: None)
     exit_code, output = run_command("bench", "overhead", "--seqlen", 16, "--seconds", 0, "--output", "results")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from offload.fake_device import FakeDevice
-from tiers import slow
+from tiers import deep, slow
 
 from fastattention.offload.hardware import PRESETS
 
@@ -64,7 +64,7 @@ def test_every_example_runs_as_documented(tmp_path: Path) -> None:
     assert float((tmp_path / "train").read_text().rpartition("largest difference of the losses: ")[2]) < 1e-4
 
 
-@slow
+@deep
 def test_tensor_parallel_example_runs_on_two_ranks() -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     ran = run(*launcher, str(EXAMPLES / "tensor_parallel.py"))

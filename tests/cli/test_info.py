@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,10 @@ from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli import machine
 from fastattention.cli.info import environment_variables
 
-from .conftest import Finished
+from .conftest import RunCommand
 
 
-def test_info_names_versions_and_every_backend(run_command: Callable[..., Finished]) -> None:
+def test_info_names_versions_and_every_backend(run_command: RunCommand) -> None:
     exit_code, output = run_command("info")
     assert exit_code == 0
     for name in ATTENTION_BACKENDS.order:
@@ -29,7 +28,7 @@ def test_info_names_versions_and_every_backend(run_command: Callable[..., Finish
 
 
 def test_info_gives_the_reason_of_a_backend_that_cannot_run(
-    run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         ATTENTION_BACKENDS.get("sdpa"), "why_unavailable", lambda: "switched off [for a test]", raising=False
@@ -38,7 +37,7 @@ def test_info_gives_the_reason_of_a_backend_that_cannot_run(
 
 
 def test_info_shows_every_environment_variable_with_its_value(
-    run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Path(config.__file__).read_text()
     names = list(environment_variables())
@@ -52,7 +51,7 @@ def test_info_shows_every_environment_variable_with_its_value(
     assert output.count("value of") == len(names)
 
 
-def test_version_is_printed(run_command: Callable[..., Finished]) -> None:
+def test_version_is_printed(run_command: RunCommand) -> None:
     assert run_command("--version") == (0, f"fastattention {fastattention.__version__}")
 
 

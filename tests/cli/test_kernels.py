@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,8 @@ from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.compiler import Cubin
 from fastattention.gpu_runtime.variant import Variant
 
-from .conftest import Finished
+from .conftest import RunCommand
 
-RunCommand = Callable[..., Finished]
 REASON = compiler.why_unavailable()
 needs_nvrtc = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

@@ -170,7 +170,7 @@ def test_a_rank_that_fails_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     assert "RuntimeError: broken" in capfd.readouterr().err
 
 
-@slow
+@deep
 def test_ranks_have_a_time_limit() -> None:
     with pytest.raises(ranks.RankFailedError, match=r"ranks \[0, 1\] have not ended in time"):
         ranks.run_ranks(stay, [], 2, "cpu", 5.0)

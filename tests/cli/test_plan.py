@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ from tiers import deep
 
 from fastattention.backends.ascend.chips import CHIPS
 
-from .conftest import Finished
+from .conftest import RunCommand
 from .test_scripts import load_script
-
-RunCommand = Callable[..., Finished]
 
 
 def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:

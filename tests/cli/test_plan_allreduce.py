@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 
 from fastattention.cli.plan.allreduce import COLUMNS
 
-from .conftest import Finished
+from .conftest import RunCommand
 
-RunCommand = Callable[..., Finished]
 LLAMA = "plan allreduce --model llama-2-70b --tp 4 --seqlen 2048 --batch 8".split()
 PASSED_ON = "plan allreduce --model llama-2-7b --tp 2 --seqlen 2048 --batch 8".split()
 SHORT = "plan allreduce --model llama-2-7b --tp 4 --seqlen 256".split()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .conftest import Finished
+from .conftest import RunCommand
 
-RunCommand = Callable[..., Finished]
 LLAMA = "plan offload --model llama-2-7b --gpu-memory 16GiB --seqlen 262144".split()
 SMALL = "plan offload --model llama-3-8b --gpu-memory 24GiB --seqlen 131072 --hardware desktop".split()
 

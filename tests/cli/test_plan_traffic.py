@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import typer
 
-from .conftest import Finished
+from .conftest import RunCommand
 from .test_scripts import load_script
-
-RunCommand = Callable[..., Finished]
 
 
 def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:

@@ -5,7 +5,7 @@ The options are the app's own: a new one is tried without a word here, or asks f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple, get_args, get_type_hints
@@ -16,7 +16,7 @@ from typer.models import ArgumentInfo
 
 from fastattention.cli import main
 
-from .conftest import Finished
+from .conftest import RunCommand
 
 NOT_UTF8 = b"\xff".decode(errors="surrogateescape")
 NUMBERS = ("", "x", "1.5e", "nan", "-1", str(10**30))
@@ -139,9 +139,7 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda one: f"{one.command} {one.name}".replace(" ", "-"))
-def test_a_wrong_value_is_refused_by_name(
-    parameter: Parameter, run_command: Callable[..., Finished], surroundings: str
-) -> None:
+def test_a_wrong_value_is_refused_by_name(parameter: Parameter, run_command: RunCommand, surroundings: str) -> None:
     needed = [option.replace("MODEL", surroundings) for option in NEEDED[parameter.command].split()]
     others = [option for option in needed if not option.startswith(f"{parameter.flag}=")]
     if parameter.flag is None:
@@ -157,7 +155,7 @@ def test_a_wrong_value_is_refused_by_name(
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "plan"])
-def test_what_no_command_takes_is_refused(command: str, run_command: Callable[..., Finished]) -> None:
+def test_what_no_command_takes_is_refused(command: str, run_command: RunCommand) -> None:
     # What serve does not know may be an option of Transformers' server, which is asked when there is a model.
     exit_code, output = run_command(*command.split(), "--nothing", *(["MODEL"] if command == "serve" else []))
     assert exit_code == 2
@@ -165,7 +163,7 @@ def test_what_no_command_takes_is_refused(command: str, run_command: Callable[..
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "plan"])
-def test_both_options_of_help_show_the_same(command: str, run_command: Callable[..., Finished]) -> None:
+def test_both_options_of_help_show_the_same(command: str, run_command: RunCommand) -> None:
     long, short = (run_command(*command.split(), option) for option in ("--help", "-h"))
     assert long == short
     assert long.exit_code == 0

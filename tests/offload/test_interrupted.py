@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tiers import sampled
+from tiers import sampled, slow
 
 from fastattention.errors import CacheFullError
 from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, page_shape
@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("small_buffers")
 every_share = pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 # Before the call that fails has done anything, or when it has done all; by whatever is no error of ours at all.
 every_fault = pytest.mark.parametrize(
-    ("error", "late"), [(KeyboardInterrupt(), False), (RuntimeError("lost"), True)], ids=["before", "after"]
+    ("error", "late"),
+    [(KeyboardInterrupt(), False), pytest.param(RuntimeError("lost"), True, marks=slow)],
+    ids=["before", "after"],
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tiers import slow
 
 from fastattention.cli import demo, main
 from fastattention.cli.console import check_model_folder
-from fastattention.cli.demo_messages import DemoRequest, Result
+from fastattention.cli.demo_messages import Result
 
 from .conftest import RunCommand
 
@@ -39,10 +38,8 @@ def make_result(attention: str, *tokens: int) -> Result:
 def test_demo_fails_when_tokens_differ(
     run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
-        return make_result(job.attention, 1, 2, 4 if job.attention == "fast_attention" else 3)
-
-    monkeypatch.setattr(demo, "run_request", run_request)
+    tokens = {"eager": (1, 2, 3), "sdpa": (1, 2, 3), "fast_attention": (1, 2, 4)}
+    monkeypatch.setattr(demo, "run_request", lambda job, _: make_result(job.attention, *tokens[job.attention]))
     exit_code, output = run_command("demo", "--model", byte_model, "--context", 200)
     assert exit_code == 1
     assert "not from 2" in output
@@ -52,10 +49,8 @@ def test_demo_fails_when_tokens_differ(
 def test_unmeasurable_memory_is_said(
     run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
-        return dataclasses.replace(make_result(job.attention, 1, 2), extra_bytes=None)
-
-    monkeypatch.setattr(demo, "run_request", run_request)
+    unmeasured = dataclasses.replace(make_result("any", 1, 2), extra_bytes=None)
+    monkeypatch.setattr(demo, "run_request", lambda job, _: dataclasses.replace(unmeasured, attention=job.attention))
     assert run_command("demo", "--model", byte_model, "--context", 200).output.count("not measurable here") == 3
 
 

@@ -53,8 +53,7 @@ def test_an_earlier_export_is_overwritten(run_command: RunCommand, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["README.md", "build/torch-xpu/metadata.json", "build/torch-cpu/_ops.py", "build/torch-cpu/__init__.py"],
+    "name", ["README.md", "build/torch-xpu/metadata.json", "build/torch-cpu/_ops.py", "build/torch-cpu/__init__.py"]
 )
 def test_a_folder_with_other_files_stays_as_it_is(name: str, run_command: RunCommand, tmp_path: Path) -> None:
     folder = tmp_path / "folder"

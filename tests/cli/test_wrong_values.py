@@ -39,6 +39,7 @@ NEEDED = {
 }
 
 SIZES = ("", "x", "16Gb", "16gib", "-1GB", "16", "1e30", NOT_UTF8)
+RATES = ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16"))
 FILES = (".", "", "folder.png", "nowhere/file.png", "file/file.png", "/proc/file.png", "x" * 300 + ".png")
 DEVICES = ("", "nothing", "meta", "cuda:99", "cuda:x", "cpu:-3", "mps", "xla", "vulkan", "lazy", "hpu", NOT_UTF8)
 TEXTS = {
@@ -66,10 +67,7 @@ TEXTS = {
     "plan offload policy": ("", "guess", NOT_UTF8),
     "plan offload gpu_memory": SIZES,
     "plan offload cpu_memory": tuple(size for size in SIZES if size != "16"),
-    "plan offload gpu_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
-    "plan offload link_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
-    "plan offload cpu_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
-    "plan offload dram_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
+    **{f"plan offload {name}_bandwidth": RATES for name in ("gpu", "link", "cpu", "dram")},
     "plan offload output": (*FILES, "plan", "plan.pdf"),
     "plan allreduce model": ("", "gpt", NOT_UTF8),
     "plan allreduce hardware": ("", "abacus", NOT_UTF8),

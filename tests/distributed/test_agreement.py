@@ -290,10 +290,7 @@ def test_given_blocks_are_tried_by_every_transport_that_serves_them() -> None:
     problem = mock.Mock(total_q=24, dtype=torch.float32, device=torch.device("cpu"))
     key = Key(problem, 8, False, "auto", "auto", (9, 15))
     known, able = Agreement(2), [Fake("one"), Fake("two")]
-    with (
-        mock.patch.object(known, "_able", return_value=able) as asked,
-        mock.patch.object(agreement, "Trial") as trial,
-    ):
+    with mock.patch.object(known, "_able", return_value=able) as asked, mock.patch.object(agreement, "Trial") as trial:
         trial.return_value.winners.return_value = (1, 0)
         agreed = known._agree(key, mock.Mock(), mock.Mock())
     assert [each.partition.rows for each in trial.call_args.args[0]] == [(9, 15), (9, 15)]

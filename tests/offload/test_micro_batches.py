@@ -25,11 +25,7 @@ from fastattention.offload.memory import OffloadWorkload
 from fastattention.offload.micro_batches import run_together
 from fastattention.offload.model_shape import PRESETS
 from fastattention.offload.policy import Policy
-from fastattention.offload.prediction import (
-    seconds_per_token,
-    seconds_per_token_in_halves,
-    upload_fraction,
-)
+from fastattention.offload.prediction import seconds_per_token, seconds_per_token_in_halves, upload_fraction
 from fastattention.threads import get_num_threads, set_num_threads
 
 from .fake_device import FakeDevice

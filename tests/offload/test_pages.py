@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention.errors import CacheFullError
-from fastattention.offload.memory import ceil_div
 from fastattention.offload.pages import PagePool, PageShape, allocate_pages, runs
 from fastattention.quantized import quantize
 
@@ -142,9 +141,7 @@ def test_an_interrupted_wait_loses_no_page() -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9), st.booleans()), max_size=40))
-def test_whatever_is_taken_shared_and_released_every_page_has_its_owners(
-    actions: list[tuple[int, int, bool]],
-) -> None:
+def test_whatever_is_taken_shared_and_released_every_page_has_its_owners(actions: list[tuple[int, int, bool]]) -> None:
     pages = pool(12)
     owned: list[list[int]] = []
     for count, where, shares in actions:
@@ -204,7 +201,3 @@ def test_heads_of_a_page_lie_together() -> None:
     assert scaled.k_scale.shape == scale.shape
     assert len(list(pages.tensors())) == 2
     assert all(tensor.is_contiguous() for tensor in (*pages.tensors(), *scaled.tensors()))
-
-
-def test_ceil_div() -> None:
-    assert [ceil_div(tokens, 4) for tokens in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]

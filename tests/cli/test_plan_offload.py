@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiers import slow
 
 from .conftest import RunCommand
 
@@ -69,7 +70,8 @@ def test_host_memory_is_shared_by_the_gpus(run_command: RunCommand) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "name", "begins"), [("auto", "plan.svg", b"<?xml"), ("hybrid", "[plan].PNG", b"\x89PNG")]
+    ("policy", "name", "begins"),
+    [("auto", "plan.svg", b"<?xml"), pytest.param("hybrid", "[plan].PNG", b"\x89PNG", marks=slow)],
 )
 def test_plan_draws_the_time_against_the_length(
     policy: str, name: str, begins: bytes, run_command: RunCommand, tmp_path: Path

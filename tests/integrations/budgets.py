@@ -22,14 +22,9 @@ POLICIES = ("classical", "cooperative", "hybrid", "auto")
 LARGE = 10_000_000  # bytes: everything fits
 # So slow beside the GPU that even these tiny layers are worth dividing: a third of them is uploaded.
 SLOW = Hardware(
-    "slow",
-    gpu_bandwidth=1e15,
-    link_bandwidth=1e6,
-    cpu_bandwidth=2e6,
-    dram_bandwidth=3e6,
-    handover_seconds=0.0,
+    "slow", gpu_bandwidth=1e15, link_bandwidth=1e6, cpu_bandwidth=2e6, dram_bandwidth=3e6, handover_seconds=0.0,
     layer_overhead_seconds=0.0,
-)
+)  # fmt: skip
 
 
 def cache_arguments(kv_budget: int, device: FakeDevice | None, changed: dict[str, Any]) -> dict[str, Any]:

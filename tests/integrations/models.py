@@ -10,26 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     Cache,
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
@@ -37,45 +25,37 @@ from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 VOCABULARY = 98
 WINDOW = 6  # shorter than the prompts, so that windows matter
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": None,
-}
+}  # fmt: skip
 # Untied: a tied model would say its last token again and again.
 _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
+_WINDOWED = {**_DECODER, "sliding_window": WINDOW}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _DECODER,
+    "qwen3": _DECODER,
+    "mistral": _WINDOWED,  # of all layers
+    # Every other layer has a window; all have a softcap, or sinks.
+    "gemma2": {**_WINDOWED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "gpt_oss": {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2, **_ROPE},
+    "bert": _SIZES,
+    # Layers with a window to both sides.
+    "modernbert": {**_SIZES, "num_hidden_layers": 4, "cls_token_id": 1, "sep_token_id": 2, "local_attention": WINDOW},
+    # Relative positions as a bias.
+    "t5": {
+        "vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0, "eos_token_id": None,
+    },
+}  # fmt: skip
 
 DECODERS = ("llama", "gemma2", "gpt_oss", "mistral", "qwen3")
 ENCODERS = ("bert", "modernbert")
 
 
-def _config(name: str) -> tuple[type[PreTrainedModel], Any]:
-    if name == "llama":
-        return LlamaForCausalLM, LlamaConfig(**_DECODER)
-    if name == "gemma2":  # every other layer has a window, all have a softcap
-        softcap = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}
-        return Gemma2ForCausalLM, Gemma2Config(**_DECODER, sliding_window=WINDOW, **softcap)
-    if name == "gpt_oss":  # every other layer has a window, all have sinks
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-        return GptOssForCausalLM, GptOssConfig(**_DECODER, sliding_window=WINDOW, **experts, **_ROPE)
-    if name == "mistral":  # all layers have a window
-        return MistralForCausalLM, MistralConfig(**_DECODER, sliding_window=WINDOW)
-    if name == "qwen3":
-        return Qwen3ForCausalLM, Qwen3Config(**_DECODER)
-    if name == "bert":
-        return BertForMaskedLM, BertConfig(**_SIZES)
-    if name == "modernbert":  # layers with a window to both sides
-        special = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": WINDOW}
-        return ModernBertForMaskedLM, ModernBertConfig(**{**_SIZES, "num_hidden_layers": 4}, **special)
-    assert name == "t5"  # relative positions as a bias
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration, T5Config(vocab_size=VOCABULARY, **sizes, eos_token_id=None)
+def _config(name: str) -> Any:
+    return CONFIG_MAPPING[name](**copy.deepcopy(_CONFIGS[name]))
 
 
 class Pair(NamedTuple):
@@ -91,9 +71,8 @@ class Pair(NamedTuple):
 @functools.cache
 def pair(name: str) -> Pair:
     """The models called `name`, in eval mode. Shared by all tests: leave them as they are."""
-    model_class, config = _config(name)
-    eager = _random(model_class, copy.deepcopy(config), "eager")
-    fast = model_class._from_config(copy.deepcopy(config), attn_implementation="fast_attention").eval()
+    eager = _random(name, _config(name), "eager")
+    fast = type(eager)._from_config(_config(name), attn_implementation="fast_attention").eval()
     fast.load_state_dict(eager.state_dict())
     return Pair(eager, fast)
 
@@ -101,18 +80,19 @@ def pair(name: str) -> Pair:
 @functools.cache
 def deep(name: str, num_layers: int) -> Any:
     """The decoder called `name` with more layers and fast_attention, in eval mode. Shared by all tests."""
-    model_class, config = _config(name)
+    config = _config(name)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index % 2] for index in range(num_layers)]
-    return _random(model_class, config, "fast_attention")
+    return _random(name, config, "fast_attention")
 
 
-def _random(model_class: type[PreTrainedModel], config: Any, implementation: str) -> Any:
+def _random(name: str, config: Any, implementation: str) -> Any:
     """A model in eval mode whose weights are the same whichever tests ran before: a router's biases are drawn, too."""
+    auto = {"t5": AutoModelForSeq2SeqLM} | dict.fromkeys(ENCODERS, AutoModelForMaskedLM)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class._from_config(config, attn_implementation=implementation).eval()
+        model = auto.get(name, AutoModelForCausalLM).from_config(config, attn_implementation=implementation).eval()
     sharpen(model)
     return model
 

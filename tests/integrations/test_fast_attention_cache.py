@@ -130,6 +130,7 @@ def test_sequences_are_repeated_and_selected() -> None:
     assert_goes_on("llama", cache, tokens.repeat_interleave(2, 0)[rows], more)
 
 
+@sampled
 @pytest.mark.parametrize("failing", range(NUM_LAYERS - 1))
 @pytest.mark.parametrize("name", MODELS)
 def test_an_interrupted_forward_pass_leaves_no_trace(name: str, failing: int) -> None:

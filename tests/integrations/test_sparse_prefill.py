@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow
+from tiers import sampled, slow
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
@@ -142,6 +142,7 @@ def test_prompts_are_those_of_eager_under_the_tokens_kept(name: str) -> None:
     assert (dense - expected.logits).abs().max() > 0.05 * dense.abs().max(), "the pattern hides nothing that counts"
 
 
+@sampled
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_decode_steps_are_dense_and_ask_no_pattern(name: str, kind: str) -> None:

@@ -99,20 +99,12 @@ def train(
 ) -> Tensor:
     """Trains in place. Returns the loss before every step."""
     with tempfile.TemporaryDirectory() as folder:
+        # No norm of gradients is limited, which would hide a wrong one.
         arguments = TrainingArguments(
-            folder,
-            max_steps=steps,
-            learning_rate=learning_rate,
-            seed=seed,
-            lr_scheduler_type="constant",
-            weight_decay=0.01,
-            max_grad_norm=0.0,  # nothing that would hide a wrong gradient
-            use_cpu=True,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            folder, max_steps=steps, learning_rate=learning_rate, seed=seed, lr_scheduler_type="constant",
+            weight_decay=0.01, max_grad_norm=0.0, use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True,
             logging_strategy="no",
-        )
+        )  # fmt: skip
         trainer = RecordingTrainer(model, batches, arguments)
         trainer.train()
     assert len(trainer.losses) == steps

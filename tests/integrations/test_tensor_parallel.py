@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_what_cannot_be_tiled_is_told_and_computed(ranks: Team, kind: str) -> No
 
 
 @torch.no_grad()
-def compiled() -> None:
+def torch_compile_traces_the_usual_way() -> None:
     model = torch.compile(tiled("llama"), backend="eager")
     with projected() as calls:
         out = model(prompts(), attention_mask=padding_mask("left")).logits
@@ -165,13 +166,8 @@ def compiled() -> None:
     assert_same(out, expected, padding_mask("left"))
 
 
-@deep
-def test_torch_compile_traces_the_usual_way(ranks: Team) -> None:
-    ranks.run(compiled)
-
-
 @torch.no_grad()
-def own_mask() -> None:
+def a_mask_of_four_dimensions_is_obeyed() -> None:
     seen, added = random_masks()
     with projected() as calls:
         out = tiled("llama")(prompts(), attention_mask=seen).logits
@@ -179,12 +175,8 @@ def own_mask() -> None:
     assert_same(out, pair("llama").eager(prompts(), attention_mask=added).logits)
 
 
-def test_a_mask_of_four_dimensions_is_obeyed(ranks: Team) -> None:
-    ranks.run(own_mask)
-
-
 @torch.no_grad()
-def without_a_plan() -> None:
+def short_prompts_and_decoding_take_the_usual_way_without_a_word() -> None:
     model = copy.deepcopy(pair("qwen3").eager)
     divided(model, "cpu")
     tile_allreduce(model)
@@ -199,13 +191,8 @@ def without_a_plan() -> None:
     assert (calls.count, calls.reasons) == (LAYERS, set())
 
 
-def test_short_prompts_and_decoding_take_the_usual_way_without_a_word(ranks: Team) -> None:
-    ranks.run(without_a_plan)
-
-
 @torch.no_grad()
-def by_torch() -> None:
-    """torch's own tensor parallelism, with a model of Transformers."""
+def torchs_own_parallelism_serves_models_of_transformers() -> None:
     model = copy.deepcopy(pair("llama").eager)
     styles: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     styles["model.layers.*.self_attn.o_proj"] = TilingAllReduce(plan=halves)
@@ -220,12 +207,8 @@ def by_torch() -> None:
     assert_same(out, expected, padding_mask("left"))
 
 
-def test_torchs_own_parallelism_serves_models_of_transformers(ranks: Team) -> None:
-    ranks.run(by_torch)
-
-
 @torch.no_grad()
-def again() -> None:
+def a_second_time_changes_nothing_and_another_implementation_is_served() -> None:
     model = tiled("llama")
     forward = model.model.layers[0].self_attn.o_proj.forward
     tile_allreduce(model)
@@ -237,19 +220,26 @@ def again() -> None:
     model.set_attn_implementation(NAME)
 
 
-def test_a_second_time_changes_nothing_and_another_implementation_is_served(ranks: Team) -> None:
-    ranks.run(again)
-
-
-def divided_by_columns() -> None:
+def a_projection_that_is_divided_in_another_way_is_refused() -> None:
     model = copy.deepcopy(pair("llama").fast)
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"model.layers.*.self_attn.o_proj": ColwiseParallel()})
     with pytest.raises(UnsupportedError, match=r"divided among the ranks by rows.* placed \(Shard\(dim=0\),\)"):
         tile_allreduce(model)
 
 
-def test_a_projection_that_is_divided_in_another_way_is_refused(ranks: Team) -> None:
-    ranks.run(divided_by_columns)
+PROMISES = [
+    pytest.param(torch_compile_traces_the_usual_way, marks=deep),
+    a_mask_of_four_dimensions_is_obeyed,
+    short_prompts_and_decoding_take_the_usual_way_without_a_word,
+    torchs_own_parallelism_serves_models_of_transformers,
+    a_second_time_changes_nothing_and_another_implementation_is_served,
+    a_projection_that_is_divided_in_another_way_is_refused,
+]
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=attrgetter("__name__"))
+def test_on_every_rank(ranks: Team, promise: Callable[[], None]) -> None:
+    ranks.run(promise)
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ class Wavering(FakeDevice):
         return super().run_on_cpu(job, nbytes, after)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["as q", "int8"])
+@pytest.mark.parametrize("cache_dtype", [pytest.param(None, marks=slow), torch.int8], ids=["as q", "int8"])
 def test_results_are_right_while_the_share_moves(cache_dtype: torch.dtype | None) -> None:
     """Whatever is read ahead with the share of before: nothing is left out, and nothing attended to twice."""
     pair = CachePair(batch_size=2, gpu_pages=60, share=lambda layers, tokens: 0.5, padding=[3, 0], device=Wavering())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.timing import Timing
 from fastattention.cli.bench.workload import BenchWorkload
 
-from .conftest import Finished
+from .conftest import RunCommand
 
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SECONDS_KEYS = {"median", "lower_quartile", "upper_quartile", "calls"}
 
 
@@ -50,9 +50,7 @@ def check_schema(report: dict[str, Any], question: str) -> None:
 
 
 @deep
-def test_bench_answers_every_question(
-    run_command: Callable[..., Finished], known_limits: PeakRates, tmp_path: Path
-) -> None:
+def test_bench_answers_every_question(run_command: RunCommand, known_limits: PeakRates, tmp_path: Path) -> None:
     exit_code, output = run_command("bench", "--quick", "--seqlen", 16, "--seconds", 0.01, "--output", "results")
     assert exit_code == 0
     assert "measured FMA peak: 100 GFLOP/s" in output
@@ -65,7 +63,7 @@ def test_bench_answers_every_question(
 
 
 @slow
-def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_bench_measures_the_limits_of_this_machine(run_command: RunCommand, tmp_path: Path) -> None:
     arguments = ("--seqlen", 16, "--seconds", 0, "--threads", 1, "--output", "results")
     assert run_command("bench", "overhead", *arguments).exit_code == 0
     report = json.loads((tmp_path / "results" / "overhead.json").read_text())
@@ -74,22 +72,26 @@ def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Fi
     assert [path.name for path in sorted((tmp_path / "results").iterdir())] == ["overhead.json", "overhead.png"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
-    run_command: Callable[..., Finished],
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("prefill --output /proc/results", "output='/proc/results' is no folder to write to"),
+        ("prefil", "question 'prefil' is not known; choose from prefill, decode, packed, backward, overhead"),
+        pytest.param("gpu --output .", "question 'gpu' needs a CUDA device, and torch sees none", marks=WITHOUT_GPU),
+    ],
+    ids=["output", "question", "gpu"],
+)
+def test_what_cannot_be_answered_is_told_before_anything_is_measured(
+    arguments: str, message: str, run_command: RunCommand, tmp_path: Path
 ) -> None:
-    exit_code, output = run_command("bench", "prefill", "--output", "/proc/results")
+    exit_code, output = run_command("bench", *arguments.split())
     assert exit_code == 1
-    assert "error: output='/proc/results' is no folder to write to" in output
-
-
-def test_unknown_question_is_refused(run_command: Callable[..., Finished]) -> None:
-    exit_code, output = run_command("bench", "prefil")
-    assert exit_code == 1
-    assert "error: question 'prefil' is not known; choose from prefill, decode, packed, backward, overhead" in output
+    assert f"error: {message}" in output
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_there_is_json_and_a_hint(
-    run_command: Callable[..., Finished], known_limits: PeakRates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, known_limits: PeakRates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions.importlib.util, "find_spec", lambda name: None)
     exit_code, output = run_command("bench", "overhead", "--seqlen", 16, "--seconds", 0, "--output", "results")
@@ -124,11 +126,3 @@ def test_quick_suite_is_a_smaller_full_suite() -> None:
     for question, workloads in quick.items():
         assert len(workloads) <= len(full[question])
         assert sum(one.flops for one in workloads) <= sum(one.flops for one in full[question])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_question_of_the_gpu_needs_one(run_command: Callable[..., Finished], tmp_path: Path) -> None:
-    finished = run_command("bench", "gpu", "--output", str(tmp_path))
-    assert finished.exit_code != 0
-    assert "question 'gpu' needs a CUDA device, and torch sees none" in finished.output
-    assert not list(tmp_path.iterdir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fastattention.cli.bench.whole_model.measure import ATTENTIONS, OURS, SDPA, 
 from fastattention.cli.bench.whole_model.report import ModelReport, Row
 from fastattention.errors import UnsupportedError
 
-from .conftest import Finished
+from .conftest import RunCommand
 
 SMALL = {"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -35,7 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model(folder: Path) -> Any:
+def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(measuring.gc, "collect", lambda: 0)  # takes a second among all that tests import
     return build(find_config(str(folder), 2, 64), torch.float32, torch.device("cpu"))
 
 
@@ -165,7 +165,7 @@ def test_rates_are_tokens_a_second_of_the_median_round_after_the_first() -> None
 
 @slow
 def test_bench_model_shows_and_writes_what_it_finds(
-    run_command: Callable[..., Finished], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "QUICK_CELLS", (Cell(1, 8), Cell(2, 16)))
     exit_code, output = run_command("bench", "model", "--quick", "--model", folder, "--layers", 1, "--output", "found")

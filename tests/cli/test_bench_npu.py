@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,28 +10,14 @@ import torch
 from fastattention.cli.bench import npu
 from fastattention.errors import ArgumentError
 
-
-class Event:
-    """An event of a processor."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Event) -> float:
-        return (end.at - self.at) * 1e3
+from .conftest import HostEvent
 
 
 @pytest.fixture(autouse=True)
 def processor_as_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu, "DEVICE", "cpu")
     monkeypatch.setattr(npu, "TOKENS", 32)
-    monkeypatch.setattr(torch.cpu, "Event", Event, raising=False)
+    monkeypatch.setattr(torch.cpu, "Event", HostEvent, raising=False)
 
 
 def test_who_cannot_run_is_listed_with_its_reason() -> None:

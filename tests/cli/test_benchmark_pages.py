@@ -83,9 +83,8 @@ def test_source_line_holds_what_the_run_recorded(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     versions = {"fastattention": "0.1.0", "torch": "2.11.0", "numpy": "2.0"}
     recorded = {"command": "found later"}
-    write_result(
-        tmp_path, versions=versions, commit="a" * 40 + "+changes", command="run it", driver="580.1", recorded=recorded
-    )
+    commit = "a" * 40 + "+changes"
+    write_result(tmp_path, versions=versions, commit=commit, command="run it", driver="580.1", recorded=recorded)
     assert Result.load("one").provenance("a GPU") == (
         "<small>Device: a GPU. Versions: torch 2.11.0, driver 580.1. Commit: `aaaaaaa` with uncommitted changes. "
         "Command: `run it` (found later). "
@@ -117,35 +116,18 @@ def test_result_without_a_source_is_refused(missing: str, tmp_path: Path, monkey
         Result.load("one")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (1.234, "1.23x"), (58.1, "58x"), (0.994, "**0.99x**"), (0.996, "1.00x")]
-)
-def test_ratio_below_one_is_bold(value: float | None, text: str) -> None:
-    assert markdown.ratio(value) == text
+FIGURES = {
+    "ratio": {None: "-", 1.234: "1.23x", 58.1: "58x", 0.994: "**0.99x**", 0.996: "1.00x"},
+    "number": {0.0: "0", 0.68: "0.680", 0.01046: "0.0105", 12.34: "12.3", 4227.4: "4227", 1.0: "1.00"},
+    "seconds": {1.36e-5: "13.6 us", 0.783: "783 ms", 0.9999: "1.00 s", 4.65e-6: "4.65 us"},
+    "tokens": {131072: "128K", 1 << 20: "1M", 819: "819", 1500: "1500"},
+    "error": {-0.0003: "+0.0%", 0.0647: "+6.5%", -0.145: "-14.5%"},
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.68, "0.680"), (0.01046, "0.0105"), (12.34, "12.3"), (4227.4, "4227"), (1.0, "1.00")],
-)
-def test_number_has_three_digits(value: float, text: str) -> None:
-    assert markdown.number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(1.36e-5, "13.6 us"), (0.783, "783 ms"), (0.9999, "1.00 s"), (4.65e-6, "4.65 us")]
-)
-def test_seconds_have_the_unit_that_fits(value: float, text: str) -> None:
-    assert markdown.seconds(value) == text
-
-
-@pytest.mark.parametrize(("count", "text"), [(131072, "128K"), (1 << 20, "1M"), (819, "819"), (1500, "1500")])
-def test_tokens_are_shortened_where_that_is_exact(count: int, text: str) -> None:
-    assert markdown.tokens(count) == text
-
-
-def test_error_never_is_minus_zero() -> None:
-    assert [markdown.error(value) for value in (-0.0003, 0.0647, -0.145)] == ["+0.0%", "+6.5%", "-14.5%"]
+@pytest.mark.parametrize("kind", FIGURES)
+def test_figures_are_written_for_readers(kind: str) -> None:
+    assert {value: getattr(markdown, kind)(value) for value in FIGURES[kind]} == FIGURES[kind]
 
 
 def test_bars_of_losses_end_at_one_and_of_gains_begin_there() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,13 @@ from tiers import slow
 
 from fastattention.cli import demo, main
 from fastattention.cli.console import check_model_folder
-from fastattention.cli.demo_messages import DemoRequest, Result
+from fastattention.cli.demo_messages import Result
 
-from .conftest import Finished
+from .conftest import RunCommand
 
 
 @slow
-def test_demo_compares_three_implementations(
-    run_command: Callable[..., Finished], byte_model: Path, tmp_path: Path
-) -> None:
+def test_demo_compares_three_implementations(run_command: RunCommand, byte_model: Path, tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text("".join(f"line_{index} = {index}\n" for index in range(40)))
     arguments = ("--file", source, "--context", 300, "--new-tokens", 8, "--model", byte_model)
@@ -39,12 +36,10 @@ def make_result(attention: str, *tokens: int) -> Result:
 
 
 def test_demo_fails_when_tokens_differ(
-    run_command: Callable[..., Finished], byte_model: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
-        return make_result(job.attention, 1, 2, 4 if job.attention == "fast_attention" else 3)
-
-    monkeypatch.setattr(demo, "run_request", run_request)
+    tokens = {"eager": (1, 2, 3), "sdpa": (1, 2, 3), "fast_attention": (1, 2, 4)}
+    monkeypatch.setattr(demo, "run_request", lambda job, _: make_result(job.attention, *tokens[job.attention]))
     exit_code, output = run_command("demo", "--model", byte_model, "--context", 200)
     assert exit_code == 1
     assert "not from 2" in output
@@ -52,16 +47,14 @@ def test_demo_fails_when_tokens_differ(
 
 
 def test_unmeasurable_memory_is_said(
-    run_command: Callable[..., Finished], byte_model: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
-        return dataclasses.replace(make_result(job.attention, 1, 2), extra_bytes=None)
-
-    monkeypatch.setattr(demo, "run_request", run_request)
+    unmeasured = dataclasses.replace(make_result("any", 1, 2), extra_bytes=None)
+    monkeypatch.setattr(demo, "run_request", lambda job, _: dataclasses.replace(unmeasured, attention=job.attention))
     assert run_command("demo", "--model", byte_model, "--context", 200).output.count("not measurable here") == 3
 
 
-def test_without_the_source_tree_it_says_where_the_model_is(run_command: Callable[..., Finished]) -> None:
+def test_without_the_source_tree_it_says_where_the_model_is(run_command: RunCommand) -> None:
     exit_code, output = run_command("demo")
     assert exit_code == 1
     assert "model 'examples/demo_model' is not a Transformers model folder" in output
@@ -74,7 +67,8 @@ def test_the_source_tree_has_the_model() -> None:
     check_model_folder(Path(__file__).parents[2] / default)
 
 
-def test_the_workers_error_is_shown(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+@slow
+def test_the_workers_error_is_shown(run_command: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     exit_code, output = run_command("demo", "--model", tmp_path, "--context", 200)
     assert exit_code == 1
@@ -95,7 +89,7 @@ def test_context_ends_with_a_complete_line(tmp_path: Path) -> None:
     [("missing.py", "cannot be read: No such file"), ("short.py", "has 5 bytes; the context wants 100")],
 )
 def test_an_unusable_file_is_explained(
-    name: str, message: str, run_command: Callable[..., Finished], byte_model: Path, tmp_path: Path
+    name: str, message: str, run_command: RunCommand, byte_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "short.py").write_text("x = 1")
     exit_code, output = run_command("demo", "--model", byte_model, "--file", tmp_path / name, "--context", 100)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fastattention.cli.export_kernel import KERNEL
 
-from .conftest import Finished
+from .conftest import RunCommand
 
 FILES = {f"build/torch-{backend}/{name}" for backend in ("cpu", "cuda") for name in ("__init__.py", "metadata.json")}
 
@@ -21,7 +20,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["new", "new/folder", "empty", "."])
-def test_a_new_or_an_empty_folder_is_filled(name: str, run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_a_new_or_an_empty_folder_is_filled(name: str, run_command: RunCommand, tmp_path: Path) -> None:
     if name == "empty":
         (tmp_path / name).mkdir()
     exit_code, output = run_command("export-kernel", name)
@@ -31,7 +30,7 @@ def test_a_new_or_an_empty_folder_is_filled(name: str, run_command: Callable[...
     assert f'attn_implementation="{KERNEL}"' in output
 
 
-def test_a_shell_takes_the_printed_line(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_a_shell_takes_the_printed_line(run_command: RunCommand, tmp_path: Path) -> None:
     output = run_command("export-kernel", "it's $HOME [bold]").output
     line = output.partition("in the shell: ")[2].partition(" in Python: ")[0]
     taken = subprocess.run(
@@ -40,7 +39,7 @@ def test_a_shell_takes_the_printed_line(run_command: Callable[..., Finished], tm
     assert taken.stdout == f"{KERNEL}={tmp_path}/it's $HOME [bold]"
 
 
-def test_an_earlier_export_is_overwritten(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_an_earlier_export_is_overwritten(run_command: RunCommand, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     run_command("export-kernel", folder)
     written = contents(folder)
@@ -54,12 +53,9 @@ def test_an_earlier_export_is_overwritten(run_command: Callable[..., Finished], 
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["README.md", "build/torch-xpu/metadata.json", "build/torch-cpu/_ops.py", "build/torch-cpu/__init__.py"],
+    "name", ["README.md", "build/torch-xpu/metadata.json", "build/torch-cpu/_ops.py", "build/torch-cpu/__init__.py"]
 )
-def test_a_folder_with_other_files_stays_as_it_is(
-    name: str, run_command: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_a_folder_with_other_files_stays_as_it_is(name: str, run_command: RunCommand, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / name).parent.mkdir(parents=True)
     (folder / name).write_text("not ours")
@@ -71,7 +67,7 @@ def test_a_folder_with_other_files_stays_as_it_is(
     assert contents(folder) == {name: "not ours"}
 
 
-def test_a_link_in_the_folder_is_not_followed(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_a_link_in_the_folder_is_not_followed(run_command: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "build").symlink_to(tmp_path / "elsewhere")
@@ -86,7 +82,7 @@ def test_a_link_in_the_folder_is_not_followed(run_command: Callable[..., Finishe
     [("file", "Not a directory"), ("file/folder", "Not a directory"), ("/proc/folder", ""), ("x" * 300, "too long")],
     ids=["a file", "below a file", "proc", "too long"],
 )
-def test_no_folder_to_write_to(name: str, reason: str, run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_no_folder_to_write_to(name: str, reason: str, run_command: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     exit_code, output = run_command("export-kernel", name)
     assert exit_code == 1
@@ -95,7 +91,7 @@ def test_no_folder_to_write_to(name: str, reason: str, run_command: Callable[...
     assert contents(tmp_path) == {"file": "text"}
 
 
-def test_a_colon_would_divide_the_path(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+def test_a_colon_would_divide_the_path(run_command: RunCommand, tmp_path: Path) -> None:
     exit_code, output = run_command("export-kernel", "a:b")
     assert exit_code == 1
     assert f"folder='{tmp_path}/a:b' must be without ':'" in output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,8 @@ from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.compiler import Cubin
 from fastattention.gpu_runtime.variant import Variant
 
-from .conftest import Finished
+from .conftest import RunCommand
 
-RunCommand = Callable[..., Finished]
 REASON = compiler.why_unavailable()
 needs_nvrtc = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
@@ -111,30 +109,22 @@ def test_compile_prints_what_the_kernel_takes(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "begin", "end"),
+    ("arguments", "dtype", "end"),
     [
-        ("--decode", "decode_sm75_float16_h64_hv64_tm16_", "_decodes_skaw"),
-        (
-            "--decode --paged --scores --dtype bfloat16",
-            "decode_sm75_bfloat16_h64_hv64_tm16_",
-            "_ms_qir_paged_decodes_skaw",
-        ),
-        ("--decode --cache int8", "decode_sm75_float16_h64_hv64_tm16_", "_decodes_int8_skaw"),
-        (
-            "--decode --cache float8 --headdim-v 40",
-            "decode_sm75_float16_h64_hv64_tm16_",
-            "_decodes_float8_skaw",
-        ),
+        ("--decode", "float16", "_decodes_skaw"),
+        ("--decode --paged --scores --dtype bfloat16", "bfloat16", "_ms_qir_paged_decodes_skaw"),
+        ("--decode --cache int8", "float16", "_decodes_int8_skaw"),
+        ("--decode --cache float8 --headdim-v 40", "float16", "_decodes_float8_skaw"),
     ],
 )
 def test_compile_makes_a_decode_kernel_and_prints_what_each_entry_takes(
-    arguments: str, begin: str, end: str, run_command: RunCommand, compiled: list[tuple[str, int]]
+    arguments: str, dtype: str, end: str, run_command: RunCommand, compiled: list[tuple[str, int]]
 ) -> None:
     command = ("compile", "--arch", 75, "--headdim", 64, "-o", "kernel.cubin", *arguments.split())
     exit_code, output = run_command(*command)
     assert exit_code == 0
     ((name, _),) = compiled
-    assert name.startswith(begin)
+    assert name.startswith(f"decode_sm75_{dtype}_h64_hv64_tm16_")
     assert name.endswith(end)
     for said in ("fastattention_decode", "77 registers", "fastattention_combine", "78 registers"):
         assert said in output

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import slow
 
-from .conftest import Finished
+from .conftest import RunCommand
 
-RunCommand = Callable[..., Finished]
 LLAMA = "plan offload --model llama-2-7b --gpu-memory 16GiB --seqlen 262144".split()
 SMALL = "plan offload --model llama-3-8b --gpu-memory 24GiB --seqlen 131072 --hardware desktop".split()
 
@@ -70,8 +69,10 @@ def test_host_memory_is_shared_by_the_gpus(run_command: RunCommand) -> None:
     assert "cpu_memory=26709327872 (24.88 GiB) is too small for 26 layers" in output
 
 
-@pytest.mark.parametrize("policy", ["auto", "hybrid"])
-@pytest.mark.parametrize(("name", "begins"), [("plan.svg", b"<?xml"), ("[plan].PNG", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("policy", "name", "begins"),
+    [("auto", "plan.svg", b"<?xml"), pytest.param("hybrid", "[plan].PNG", b"\x89PNG", marks=slow)],
+)
 def test_plan_draws_the_time_against_the_length(
     policy: str, name: str, begins: bytes, run_command: RunCommand, tmp_path: Path
 ) -> None:
@@ -89,9 +90,6 @@ def test_without_a_limit_the_picture_goes_beyond_the_plan(run_command: RunComman
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model gpt", "model='gpt' is not known; choose from llama-2-7b"),
-        ("--hardware abacus", "hardware='abacus' is not known; choose from h200, v100, t4, desktop"),
-        ("--policy guess", "policy='guess' is not known; choose from auto, resident"),
         ("--gpu-memory 16", "gpu_memory=16 (16 B) is too small"),
         ("--gpu-memory plenty", "gpu_memory='plenty' is no size; use a number of bytes"),
         ("--cpu-memory 1Gb/s", "cpu_memory='1Gb/s' is no size"),
@@ -99,10 +97,6 @@ def test_without_a_limit_the_picture_goes_beyond_the_plan(run_command: RunComman
         ("--link-bandwidth 16Gb/s", "link_bandwidth='16Gb/s' is no bandwidth in bytes a second"),
         ("--gpu-memory 16Gib", "gpu_memory='16Gib' is no size; use a number of bytes"),
         ("--link-bandwidth 1TB/s", "link_bandwidth=1e+12 of desktop is more than dram_bandwidth=7e+10"),
-        ("--tp 3", "tp=3 does not divide nheads=32 of llama-3-8b"),
-        ("--layers-cpu 33", "num_layers_cpu=33 of llama-3-8b is not from 0 to 32"),
-        ("--cpu-memory 1GiB", "cpu_memory=1073741824 (1.00 GiB) is too small for"),
-        ("--output plan.pdf", "output='plan.pdf' has no suffix of a picture; use .png or .svg"),
     ],
 )
 def test_plan_refuses_what_it_cannot_do(arguments: str, message: str, run_command: RunCommand) -> None:

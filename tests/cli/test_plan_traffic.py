@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import typer
 
-from .conftest import Finished
+from .conftest import RunCommand
 from .test_scripts import load_script
-
-RunCommand = Callable[..., Finished]
 
 
 def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
@@ -52,10 +48,7 @@ def test_plan_serves_every_kind_of_call(arguments: str, said: str, run_command: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            "--gpu B300",
-            "gpu='B300' is not known; choose from P100, GTX 1080, V100, T4, A100, RTX 3090, RTX 4090, H100",
-        ),
+        ("--gpu B300", "gpu='B300' is not known; choose from P100, GTX 1080, V100, T4, A100, RTX 3090, RTX 4090, H100"),
         ("--headdim 513", "headdim=513 is not served; use 1 to 512"),
         ("--heads 8 --heads-k 3", "heads_k=3 does not divide heads=8"),
     ],

@@ -25,6 +25,7 @@ def test_the_package_runs_as_a_module() -> None:
     assert "Usage: fastattention [OPTIONS] COMMAND" in done.stdout
 
 
+@slow
 def test_bytes_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
     done = run("generate", "--model", str(tmp_path), b"--prompt=\xff\xfe")
     assert done.returncode == 1
@@ -53,6 +54,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
     assert done.stderr == ""
 
 
+@slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:

@@ -40,11 +40,11 @@ def read(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("name", "question", "sizes"),
     [
-        ("prefill", "prefill", {"seqlen": 16}),
         ("decode", "decode", {"grouped_keys": 64, "keys": 32}),
-        ("varlen", "packed", {"longest": 64}),
-        ("backward", "backward", {"seqlen": 64, "long": 128}),
-        ("overhead", "overhead", {}),
+        pytest.param("prefill", "prefill", {"seqlen": 16}, marks=deep),
+        pytest.param("varlen", "packed", {"longest": 64}, marks=deep),
+        pytest.param("backward", "backward", {"seqlen": 64, "long": 128}, marks=deep),
+        pytest.param("overhead", "overhead", {}, marks=deep),
     ],
 )
 def test_script_writes_numbers_and_a_picture(

@@ -10,6 +10,8 @@ import torch
 
 from fastattention.cli.bench import timing
 
+from .conftest import HostEvent
+
 
 class Clock:
     """Calls that take given times, and the order in which they were made."""
@@ -60,20 +62,8 @@ def test_a_peer_slower_than_the_time_given_is_measured_once(clock: Clock) -> Non
 
 
 def test_calls_on_a_device_take_turns_in_an_order_of_their_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = clock.now
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return (end.at - self.at) * 1e3
-
-    monkeypatch.setattr(torch.cpu, "Event", Event, raising=False)
+    monkeypatch.setattr(HostEvent, "clock", lambda _: clock.now)
+    monkeypatch.setattr(torch.cpu, "Event", HostEvent, raising=False)
     calls = {name: clock.make(name, 9.0, 9.0, seconds) for name, seconds in {"a": 1.0, "b": 2.0}.items()}
     assert timing.interleaved_on_device(calls, rounds=8, calls_per_turn=3, device="cpu") == {"a": 1.0, "b": 2.0}
     turns = "".join(clock.order[4:])

@@ -5,7 +5,7 @@ The options are read from the app: a new one is tried automatically, or needs wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple, get_args, get_type_hints
@@ -16,7 +16,7 @@ from typer.models import ArgumentInfo
 
 from fastattention.cli import main
 
-from .conftest import Finished
+from .conftest import RunCommand
 
 NOT_UTF8 = b"\xff".decode(errors="surrogateescape")
 NUMBERS = ("", "x", "1.5e", "nan", "-1", str(10**30))
@@ -39,6 +39,7 @@ NEEDED = {
 }
 
 SIZES = ("", "x", "16Gb", "16gib", "-1GB", "16", "1e30", NOT_UTF8)
+RATES = ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16"))
 FILES = (".", "", "folder.png", "nowhere/file.png", "file/file.png", "/proc/file.png", "x" * 300 + ".png")
 DEVICES = ("", "nothing", "meta", "cuda:99", "cuda:x", "cpu:-3", "mps", "xla", "vulkan", "lazy", "hpu", NOT_UTF8)
 TEXTS = {
@@ -66,10 +67,7 @@ TEXTS = {
     "plan offload policy": ("", "guess", NOT_UTF8),
     "plan offload gpu_memory": SIZES,
     "plan offload cpu_memory": tuple(size for size in SIZES if size != "16"),
-    "plan offload gpu_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
-    "plan offload link_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
-    "plan offload cpu_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
-    "plan offload dram_bandwidth": ("0GB/s", *(f"{size}/s" for size in SIZES if size != "16")),
+    **{f"plan offload {name}_bandwidth": RATES for name in ("gpu", "link", "cpu", "dram")},
     "plan offload output": (*FILES, "plan", "plan.pdf"),
     "plan allreduce model": ("", "gpt", NOT_UTF8),
     "plan allreduce hardware": ("", "abacus", NOT_UTF8),
@@ -139,9 +137,7 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda one: f"{one.command} {one.name}".replace(" ", "-"))
-def test_a_wrong_value_is_refused_by_name(
-    parameter: Parameter, run_command: Callable[..., Finished], surroundings: str
-) -> None:
+def test_a_wrong_value_is_refused_by_name(parameter: Parameter, run_command: RunCommand, surroundings: str) -> None:
     needed = [option.replace("MODEL", surroundings) for option in NEEDED[parameter.command].split()]
     others = [option for option in needed if not option.startswith(f"{parameter.flag}=")]
     if parameter.flag is None:
@@ -157,7 +153,7 @@ def test_a_wrong_value_is_refused_by_name(
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "plan"])
-def test_what_no_command_takes_is_refused(command: str, run_command: Callable[..., Finished]) -> None:
+def test_what_no_command_takes_is_refused(command: str, run_command: RunCommand) -> None:
     # An option that serve does not know may be one of Transformers' server, which parses it when there is a model.
     exit_code, output = run_command(*command.split(), "--nothing", *(["MODEL"] if command == "serve" else []))
     assert exit_code == 2
@@ -165,7 +161,7 @@ def test_what_no_command_takes_is_refused(command: str, run_command: Callable[..
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "plan"])
-def test_both_options_of_help_show_the_same(command: str, run_command: Callable[..., Finished]) -> None:
+def test_both_options_of_help_show_the_same(command: str, run_command: RunCommand) -> None:
     long, short = (run_command(*command.split(), option) for option in ("--help", "-h"))
     assert long == short
     assert long.exit_code == 0

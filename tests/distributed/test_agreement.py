@@ -27,7 +27,7 @@ from fastattention.testing.case import DenseCase, KvCacheCase
 
 CASE = DenseCase(name="agreed", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 AUTO = Sum(CASE, "auto")
-LONG = Sum(replace(CASE, batch_size=4, seqlen_q=700, seqlen_k=700, headdim=16), "auto", hidden=800)
+LONG = Sum(replace(CASE, batch_size=2, seqlen_q=520, seqlen_k=520, nheads=1, nheads_k=1), "auto", hidden=2048)
 
 
 def forget() -> None:
@@ -290,10 +290,7 @@ def test_given_blocks_are_tried_by_every_transport_that_serves_them() -> None:
     problem = mock.Mock(total_q=24, dtype=torch.float32, device=torch.device("cpu"))
     key = Key(problem, 8, False, "auto", "auto", (9, 15))
     known, able = Agreement(2), [Fake("one"), Fake("two")]
-    with (
-        mock.patch.object(known, "_able", return_value=able) as asked,
-        mock.patch.object(agreement, "Trial") as trial,
-    ):
+    with mock.patch.object(known, "_able", return_value=able) as asked, mock.patch.object(agreement, "Trial") as trial:
         trial.return_value.winners.return_value = (1, 0)
         agreed = known._agree(key, mock.Mock(), mock.Mock())
     assert [each.partition.rows for each in trial.call_args.args[0]] == [(9, 15), (9, 15)]

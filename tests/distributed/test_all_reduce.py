@@ -41,8 +41,7 @@ def test_bulk_copies_are_for_hopper_and_newer_with_their_shared_memory(chip: str
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stages", "at_once"),
-    [(2, 6, 2), (3, 4, 2), (4, 3, 2), (5, 4, 1), (6, 4, 1), (7, 3, 1), (8, 3, 1)],
+    ("num_ranks", "stages", "at_once"), [(2, 6, 2), (3, 4, 2), (4, 3, 2), (5, 4, 1), (6, 4, 1), (7, 3, 1), (8, 3, 1)]
 )
 def test_shared_memory_is_stages_of_chunks_and_their_counters(num_ranks: int, stages: int, at_once: int) -> None:
     config = AllReduceConfig(BRAIN, num_ranks, bulk_copies=True)

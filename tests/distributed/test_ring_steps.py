@@ -18,8 +18,6 @@ from fastattention.errors import CompileError
 from fastattention.gpu_runtime import streams
 
 FIRST = FakeCall((5, 23, 1, 7), 5)
-
-
 OTHERS = [FIRST._replace(blocks=(5, 23, 8)), FIRST._replace(hidden=4), FIRST._replace(dtype=BRAIN)]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import sampled
 from torch import Tensor
 
 from fastattention.attention.problem import Inputs, Problem
@@ -88,6 +89,7 @@ def test_a_block_is_those_rows_of_the_whole(call: tuple[Problem, Inputs], data: 
     torch.testing.assert_close(part, whole.out.flatten(0, 1)[start * step : stop * step])
 
 
+@sampled
 @pytest.mark.parametrize("cached", [False, True], ids=["dense", "cache"])
 @pytest.mark.parametrize("window", [(2, 0), (2, 3), (2, -1), (0, 1), (-1, 2)], ids=str)
 def test_every_block_of_a_windowed_call_is_those_rows_of_the_whole(window: tuple[int, int], cached: bool) -> None:

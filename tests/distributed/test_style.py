@@ -6,12 +6,14 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -171,17 +173,17 @@ def layers_that_are_not_linear_are_refused(size: int) -> None:
         parallelize_module(nn.Embedding(3, 4), init_device_mesh("cpu", (size,)), TilingAllReduce())
 
 
-PROMISES: list[Callable[[int], None]] = [
+PROMISES = [
     calls_too_short_for_blocks_take_the_usual_way_without_a_word,
     long_calls_are_divided_as_is_agreed_on,
-    torch_compile_traces_the_usual_way,
+    pytest.param(torch_compile_traces_the_usual_way, marks=slow),
     a_wrong_plan_is_an_error_after_which_the_group_still_works,
     a_copy_computes_with_its_own_weights,
     layers_that_are_not_linear_are_refused,
 ]
 
 
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@pytest.mark.parametrize("promise", PROMISES, ids=attrgetter("__name__"))
 def test_on_every_rank(team: Team, promise: Callable[[int], None]) -> None:
     team.run(promise, team.size)
 

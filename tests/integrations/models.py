@@ -8,71 +8,54 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     Cache,
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
 )
+
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 VOCABULARY = 98
 WINDOW = 6  # shorter than the prompts, so that windows matter
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": None,
-}
+}  # fmt: skip
 # Embeddings are untied: a tied model would repeat its last token.
 _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
+_WINDOWED = {**_DECODER, "sliding_window": WINDOW}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _DECODER,
+    "qwen3": _DECODER,
+    "mistral": _WINDOWED,  # of all layers
+    # Every other layer has a window; all have a softcap, or sinks.
+    "gemma2": {**_WINDOWED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "gpt_oss": {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2, **_ROPE},
+    "bert": _SIZES,
+    # Layers with a window to both sides.
+    "modernbert": {**_SIZES, "num_hidden_layers": 4, "cls_token_id": 1, "sep_token_id": 2, "local_attention": WINDOW},
+    # Relative positions as a bias.
+    "t5": {
+        "vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0, "eos_token_id": None,
+    },
+}  # fmt: skip
 
 DECODERS = ("llama", "gemma2", "gpt_oss", "mistral", "qwen3")
 ENCODERS = ("bert", "modernbert")
 
 
-def _config(name: str) -> tuple[type[PreTrainedModel], Any]:
-    if name == "llama":
-        return LlamaForCausalLM, LlamaConfig(**_DECODER)
-    if name == "gemma2":  # every other layer has a window, all have a softcap
-        softcap = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}
-        return Gemma2ForCausalLM, Gemma2Config(**_DECODER, sliding_window=WINDOW, **softcap)
-    if name == "gpt_oss":  # every other layer has a window, all have sinks
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-        return GptOssForCausalLM, GptOssConfig(**_DECODER, sliding_window=WINDOW, **experts, **_ROPE)
-    if name == "mistral":  # all layers have a window
-        return MistralForCausalLM, MistralConfig(**_DECODER, sliding_window=WINDOW)
-    if name == "qwen3":
-        return Qwen3ForCausalLM, Qwen3Config(**_DECODER)
-    if name == "bert":
-        return BertForMaskedLM, BertConfig(**_SIZES)
-    if name == "modernbert":  # layers with a window to both sides
-        special = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": WINDOW}
-        return ModernBertForMaskedLM, ModernBertConfig(**{**_SIZES, "num_hidden_layers": 4}, **special)
-    assert name == "t5"  # relative positions as a bias
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration, T5Config(vocab_size=VOCABULARY, **sizes, eos_token_id=None)
+def _config(name: str) -> Any:
+    return CONFIG_MAPPING[name](**copy.deepcopy(_CONFIGS[name]))
 
 
 class Pair(NamedTuple):
@@ -88,9 +71,8 @@ class Pair(NamedTuple):
 @functools.cache
 def pair(name: str) -> Pair:
     """The models called `name`, in eval mode. Shared by all tests: do not change them."""
-    model_class, config = _config(name)
-    eager = _random(model_class, copy.deepcopy(config), "eager")
-    fast = model_class._from_config(copy.deepcopy(config), attn_implementation="fast_attention").eval()
+    eager = _random(name, _config(name), "eager")
+    fast = type(eager)._from_config(_config(name), attn_implementation="fast_attention").eval()
     fast.load_state_dict(eager.state_dict())
     return Pair(eager, fast)
 
@@ -98,18 +80,19 @@ def pair(name: str) -> Pair:
 @functools.cache
 def deep(name: str, num_layers: int) -> Any:
     """The decoder called `name` with more layers and fast_attention, in eval mode. Shared by all tests."""
-    model_class, config = _config(name)
+    config = _config(name)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index % 2] for index in range(num_layers)]
-    return _random(model_class, config, "fast_attention")
+    return _random(name, config, "fast_attention")
 
 
-def _random(model_class: type[PreTrainedModel], config: Any, implementation: str) -> Any:
+def _random(name: str, config: Any, implementation: str) -> Any:
     """A model in eval mode with the same weights after any tests; a router's biases are random, too."""
+    auto = {"t5": AutoModelForSeq2SeqLM} | dict.fromkeys(ENCODERS, AutoModelForMaskedLM)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class._from_config(config, attn_implementation=implementation).eval()
+        model = auto.get(name, AutoModelForCausalLM).from_config(config, attn_implementation=implementation).eval()
     sharpen(model)
     return model
 
@@ -144,6 +127,40 @@ def make_cache(kind: str, model: PreTrainedModel) -> Cache | None:
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     return StaticCache(config=model.config, max_cache_len=32) if kind == "static" else None
+
+
+def stepwise(model: Any, side: str, cache: str) -> tuple[Tensor, Tensor]:
+    """Logits of a prompt, then of a chunk of three tokens and of two single ones on its cache; the mask of them all."""
+    ids, seen, past = prompts().to(model.device), padding_mask(side).to(model.device), make_cache(cache, model)
+    logits = [model(ids, attention_mask=seen, **{CACHE_ARGUMENT: past}, use_cache=past is not None).logits]
+    for count in (3, 1, 1) if past is not None else ():
+        seen = F.pad(seen, (0, count), value=1)
+        logits.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
+    return torch.cat(logits, dim=1), seen
+
+
+def greedy(model: Any, ids: Tensor, mask: Tensor | None = None, count: int = 8, cache: str | None = None) -> Any:
+    """Prompts and the likeliest `count` tokens after each."""
+    options = {"max_new_tokens": count, "do_sample": False, "cache_implementation": cache}
+    return model.generate(ids, attention_mask=mask, **options).tolist()
+
+
+def assert_varied(texts: list[list[int]], length: int = 11) -> None:
+    """Otherwise that they are equal would mean little."""
+    assert len({token for text in texts for token in text[length:]}) > 6
+
+
+def random_masks() -> tuple[Tensor, Tensor]:
+    """Bool (3, 1, 11, 11): which keys are seen, each query's own among them; and what is added to scores for that."""
+    seen = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.4
+    seen |= torch.eye(11, dtype=torch.bool)
+    return seen, torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+def assert_as_exact(fast: Tensor, eager: Tensor, exact: Tensor, real: Tensor) -> None:
+    """At most twice the error of eager attention, on average over real tokens."""
+    error, allowed = ((logits.float() - exact)[real.bool()].abs().mean().item() for logits in (fast, eager))
+    assert 0 < error <= 2 * allowed
 
 
 def assert_same(fast: Tensor, eager: Tensor, real: Tensor | None = None, tolerance: float = 1e-5) -> None:

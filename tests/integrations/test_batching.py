@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiers import sampled
+from tiers import sampled, slow
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
@@ -147,7 +146,7 @@ def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(hits) >= 288
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=slow)])
 def test_a_full_cache_resets_requests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     resets = counted(monkeypatch, OffloadingManager, "offload_requests")
     prompts = requests(20, longest=100)
@@ -169,13 +168,14 @@ def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.Monkey
     assert batched_tokens(pair(name).fast, prompts) == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=slow), "gemma2"])
 def test_several_continuations_of_a_prompt(name: str) -> None:
     prompts = requests(9, longest=100)
     expected = [tokens for tokens in eager_tokens(pair(name).eager, prompts) for _ in range(3)]
     assert batched_tokens(pair(name).fast, prompts, num_return_sequences=3, page_size=8) == expected
 
 
+@slow
 @sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
@@ -294,34 +294,6 @@ def test_disable_puts_everything_back() -> None:
     assert state() == before
     with pytest.raises(ValueError, match="fast_attention is not supported for continuous batching"):
         pair("llama").fast.init_continuous_batching(GenerationConfig(eos_token_id=-1))
-
-
-SIGNATURES = {
-    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn: "self model auto_switch_to_flash",
-    initialization.ensure_decode_fast_path_is_available: "config cb_config user_requested",
-    paged_cache.PagedAttentionCache.update: "self key_states value_states layer_idx kwargs",
-    FullAttentionCacheAllocator.__init__: "self index config num_key_value_heads cache_dtype page_size layer_indices "
-    "allow_block_sharing",
-    FullAttentionCacheAllocator.get_seqlen_k: "self past_length query_length",
-    FullAttentionCacheAllocator.get_read_indices: "self request_id past_length query_length",
-    FullAttentionCacheAllocator.get_write_indices: "self request_id past_length query_length",
-    FullAttentionCacheAllocator.needs_new_blocks: "self request_id past_length query_length",
-    FullAttentionCacheAllocator.allocate_cache_to_request: "self request_id past_length query_length",
-    FullAttentionCacheAllocator.fill_block_table: "self request_id past_length query_length block_table",
-    FullAttentionCacheAllocator.free_blocks: "self request_id no_cache",
-    FullAttentionCacheAllocator.fork_blocks: "self source_request_id dest_request_id past_length",
-    FullAttentionCacheAllocator.get_cache_for_block_table: "self layer_idx",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
-def test_transformers_has_not_changed_what_this_relies_on(function: Any) -> None:
-    batching.disable()
-    name = function.__qualname__.split(".")[-1]
-    owner = inspect.getmodule(function) if "." not in function.__qualname__ else None
-    if owner is not None:
-        function = getattr(owner, name)
-    assert " ".join(inspect.signature(function).parameters) == SIGNATURES[function]
 
 
 class _Pool:

@@ -19,66 +19,47 @@ import torch
 import transformers
 from tiers import slow
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    OlmoHybridConfig,
-    OlmoHybridForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.integrations import hub_kernels
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers import linear_attention, serve_gated_delta_rule
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
-from integrations.models import VOCABULARY, assert_same, padding_mask, prompts, sharpen
+from integrations.models import VOCABULARY, assert_same, greedy, padding_mask, prompts, sharpen
 
 NAMES = ("qwen3_next", "qwen3_5", "olmo_hybrid")
 LENGTH = 75  # more than a chunk of 64
 NUM_LINEAR = 2  # layers
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 24,
-    "linear_value_head_dim": 16,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_5": _SIZES,
+    # No groups of heads; beta is up to 2.
+    "olmo_hybrid": {**_SIZES, "linear_num_value_heads": 2, "linear_allow_neg_eigval": True},
+}
+
+
+def model_with(name: str, **changed: Any) -> Any:
+    config = CONFIG_MAPPING["qwen3_5_text" if name == "qwen3_5" else name](**_CONFIGS[name] | changed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    sharpen(model)
+    return model
 
 
 @functools.cache
 def model_of(name: str) -> Any:
-    """A model that all tests share: do not change it."""
-    makes: dict[str, Callable[[], Any]] = {
-        "qwen3_next": lambda: Qwen3NextForCausalLM(
-            Qwen3NextConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=32)
-        ),
-        "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_SIZES)),
-        # No groups of heads; beta is up to 2.
-        "olmo_hybrid": lambda: OlmoHybridForCausalLM(
-            OlmoHybridConfig(**{**_SIZES, "linear_num_value_heads": 2}, linear_allow_neg_eigval=True)
-        ),
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = makes[name]().eval()
-    sharpen(model)
-    return model
+    """Shared by all tests: leave it as it is."""
+    return model_with(name)
 
 
 class Calls(NamedTuple):
@@ -163,14 +144,10 @@ def test_a_prompt_in_parts_and_decoding_are_those_of_torch(name: str, calls: Cal
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_torch(name: str, calls: Calls) -> None:
-    model, ids, mask = model_of(name), prompts(length=20), padding_mask("left", length=20)
-
-    def tokens() -> Tensor:
-        return model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
-
-    ours = tokens()
+    given = model_of(name), prompts(length=20), padding_mask("left", length=20), 20
+    ours = greedy(*given)
     assert calls.counts == (NUM_LINEAR, 19 * NUM_LINEAR)
-    assert torch.equal(ours, by_torch(tokens))
+    assert ours == by_torch(lambda: greedy(*given))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -204,17 +181,11 @@ def test_bfloat16_is_as_near_to_float32_as_torch(name: str) -> None:
 
 def test_a_model_keeps_concatenated_sequences_apart(calls: Calls) -> None:
     """The convolution has one token: longer ones mix sequences, unless causal-conv1d is installed to read seq_idx."""
-    config = Qwen3_5TextConfig(**_SIZES, linear_conv_kernel_dim=1)
-    model = Qwen3_5ForCausalLM._from_config(config, attn_implementation="fast_attention").eval()
-    sharpen(model)
+    model = model_with("qwen3_5", linear_conv_kernel_dim=1)
+    model.set_attn_implementation("fast_attention")
     ids = prompts(batch_size=1, length=LENGTH)
     offsets = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
-    lengths = {
-        "cu_seq_lens_q": offsets,
-        "cu_seq_lens_k": offsets,
-        "max_length_q": LENGTH - 5,
-        "max_length_k": LENGTH - 5,
-    }
+    lengths = {f"cu_seq_lens_{each}": offsets for each in "qk"} | {f"max_length_{each}": LENGTH - 5 for each in "qk"}
     positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
     with torch.no_grad():
         logits = model(ids, position_ids=positions, use_cache=False, **lengths).logits
@@ -381,21 +352,21 @@ def test_switched_off_models_compute_as_before(calls: Calls, warned: Mock) -> No
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("given", "reason"),
     [
-        ({"headdim": 300}, "a head dimension is 300; allowed are 1 to 256"),
-        ({"dtype": torch.float64}, "query is torch.float64"),
-        ({"mixed": True}, "query, key and value are torch.float32, torch.float32 and torch.float16"),
+        (arguments(headdim=300), "a head dimension is 300; allowed are 1 to 256"),
+        (arguments(dtype=torch.float64), "query is torch.float64"),
+        (
+            arguments() | {"value": arguments()["value"].half()},
+            "query, key and value are torch.float32, torch.float32 and torch.float16",
+        ),
     ],
     ids=["headdim", "float64", "mixed"],
 )
 @pytest.mark.parametrize("kind", Calls._fields)
 def test_what_is_refused_is_computed_by_the_model_with_a_warning(
-    kind: str, changed: dict[str, Any], reason: str, calls: Calls, warned: Mock
+    kind: str, given: dict[str, Any], reason: str, calls: Calls, warned: Mock
 ) -> None:
-    given = arguments(**{name: value for name, value in changed.items() if name != "mixed"})
-    if "mixed" in changed:
-        given["value"] = given["value"].half()
     function = getattr(modeling_qwen3_next, f"torch_{kind}_gated_delta_rule")
     out, state = function(**given)
     assert calls.counts == (0, 0)

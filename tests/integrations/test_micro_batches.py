@@ -10,13 +10,13 @@ import torch
 from offload.fake_device import FakeDevice
 from tiers import sampled
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from fastattention.errors import ArgumentError, CacheFullError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache, MicroBatchedCache, overlapped
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
-from .budgets import LARGE, LENGTH, NUM_LAYERS, PAGE_SIZE, POLICIES, SLOW, cache_arguments, generate_arguments
+from .budgets import LARGE, LENGTH, NUM_LAYERS, POLICIES, assert_goes_on, cache_arguments, call, generate, logits
 from .models import VOCABULARY, deep, prompts
 
 SMALL = 140_000  # bytes: few layers of three sequences stay on the device
@@ -25,33 +25,6 @@ MODELS = ("llama", "qwen3", "gemma2")
 
 def make_cache(name: str, device: FakeDevice | None = None, **changed: Any) -> MicroBatchedCache:
     return MicroBatchedCache(deep(name, NUM_LAYERS).config, **cache_arguments(SMALL, device, changed))
-
-
-def generate(name: str, cache: Cache | None, **changed: Any) -> Tensor:
-    """Generates for three sequences with padding on the left: an odd batch."""
-    given = generate_arguments(12, changed)
-    model = deep(name, NUM_LAYERS)
-    if isinstance(cache, MicroBatchedCache):
-        with overlapped(model, cache):
-            tokens = model.generate(**{CACHE_ARGUMENT: cache}, **given)
-    else:
-        tokens = model.generate(**{CACHE_ARGUMENT: cache}, **given)
-    assert isinstance(tokens, Tensor)
-    return tokens
-
-
-def call(name: str, cache: Cache | None, tokens: Tensor, **given: Any) -> Any:
-    model = deep(name, NUM_LAYERS)
-    with torch.no_grad():
-        if not isinstance(cache, MicroBatchedCache):
-            return model(tokens, **{CACHE_ARGUMENT: cache}, **given)
-        with overlapped(model, cache):
-            return model(tokens, **{CACHE_ARGUMENT: cache}, **given)
-
-
-def logits(name: str, cache: Cache | None, tokens: Tensor) -> Tensor:
-    result: Tensor = call(name, cache, tokens).logits
-    return result
 
 
 def assert_close(given: Tensor, expected: Tensor) -> None:
@@ -112,9 +85,8 @@ def test_embeddings_and_positions_are_divided_too() -> None:
 
 def test_a_single_sequence_has_all_of_the_budget_and_no_threads() -> None:
     device = FakeDevice()
-    cache, model = make_cache("llama", device), deep("llama", NUM_LAYERS)
-    given = {"kv_budget": SMALL, "cpu_memory": LARGE, "page_size": PAGE_SIZE, "hardware": SLOW}
-    alone = FastAttentionCache(model.config, **given, device=FakeDevice())
+    cache = make_cache("llama", device)
+    alone = FastAttentionCache(deep("llama", NUM_LAYERS).config, **cache_arguments(SMALL, None, {}))
     one = {"inputs": prompts(1, LENGTH), "attention_mask": None, "max_new_tokens": 60}
     assert torch.equal(generate("llama", cache, **one), generate("llama", alone, **one))
     assert cache.halves[0].usage == alone.usage
@@ -142,11 +114,11 @@ def test_a_step_runs_both_halves_at_once() -> None:
 
     handles = [layer.register_forward_hook(meet) for layer in deep("llama", NUM_LAYERS).model.layers]
     try:
-        result = logits("llama", cache, tokens[:, :1])
+        found = logits("llama", cache, tokens[:, :1])
     finally:
         for handle in handles:
             handle.remove()
-    assert_close(result, logits("llama", None, torch.cat([tokens, tokens[:, :1]], 1))[:, -1:])
+    assert_close(found, logits("llama", None, torch.cat([tokens, tokens[:, :1]], 1))[:, -1:])
 
 
 def test_hidden_states_and_tuples_are_joined() -> None:
@@ -192,8 +164,8 @@ def test_a_pass_that_fails_leaves_no_trace_in_both_halves(name: str, layer: int,
         with Failing(name, layer, *sequences), pytest.raises(KeyboardInterrupt):
             logits(name, cache, prompts(length=1 + position, seed=99))
         assert cache.get_seq_length() == LENGTH + position
-        expected = logits(name, None, torch.cat([tokens, tokens[:, : position + 1]], dim=1))[:, -1:]
-        assert_close(logits(name, cache, tokens[:, position : position + 1]), expected)
+        before = torch.cat([tokens, tokens[:, :position]], dim=1)
+        assert_goes_on(name, cache, before, tokens[:, position : position + 1])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -203,8 +175,8 @@ def test_after_a_failed_prompt_another_batch_may_follow(name: str) -> None:
         logits(name, cache, prompts(length=LENGTH))
     assert cache.get_seq_length() == 0
     tokens = prompts(2, LENGTH, seed=1)
-    assert_close(logits(name, cache, tokens), logits(name, None, tokens))
-    assert_close(logits(name, cache, tokens[:, :1]), logits(name, None, torch.cat([tokens, tokens[:, :1]], 1))[:, -1:])
+    assert_goes_on(name, cache, tokens[:, :0], tokens)
+    assert_goes_on(name, cache, tokens, tokens[:, :1])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -215,7 +187,7 @@ def test_a_failed_pass_may_be_followed_by_cropping(name: str) -> None:
         logits(name, cache, tokens[:, :1])
     cache.crop(-2)
     assert cache.get_seq_length() == 2
-    assert_close(logits(name, cache, tokens[:, -2:]), logits(name, None, tokens)[:, -2:])
+    assert_goes_on(name, cache, tokens[:, :2], tokens[:, 2:])
 
 
 def test_a_full_half_is_told_and_leaves_both_usable() -> None:
@@ -224,7 +196,7 @@ def test_a_full_half_is_told_and_leaves_both_usable() -> None:
     with pytest.raises(CacheFullError, match="raise cpu_memory"):
         logits("llama", cache, prompts(length=60))
     assert cache.get_seq_length() == 8
-    assert_close(logits("llama", cache, tokens[:, 8:9]), logits("llama", None, tokens[:, :9])[:, -1:])
+    assert_goes_on("llama", cache, tokens[:, :8], tokens[:, 8:9])
 
 
 def test_cropping_and_reset_are_of_both_halves() -> None:
@@ -233,7 +205,7 @@ def test_cropping_and_reset_are_of_both_halves() -> None:
     cache.crop(-4)
     assert cache.get_seq_length() == LENGTH - 4
     assert cache.get_mask_sizes(2, 0) == (LENGTH - 2, 0)
-    assert_close(logits("llama", cache, tokens[:, -4:]), logits("llama", None, tokens)[:, -4:])
+    assert_goes_on("llama", cache, tokens[:, :-4], tokens[:, -4:])
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(generate("llama", cache), generate("llama", None))

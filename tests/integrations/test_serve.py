@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiers import deep
+from tiers import deep, slow
 from transformers import AutoModelForCausalLM, TemperatureLogitsWarper
+from typer.testing import CliRunner
 from word_model import save_word_model, words
 
+from fastattention.cli.main import app
 from fastattention.integrations.transformers.serving import requests
 
 VOCABULARY, POSITIONS = 200, 512
@@ -249,7 +251,8 @@ def test_a_client_that_leaves_is_forgotten(server: Server, expected: list[str]) 
     assert server.complete(prompts()[3], temperature=0.0) == expected[3]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=deep)])
 def test_requests_under_way_are_finished_before_it_ends(start: Callable[..., Server], number: signal.Signals) -> None:
     server = start()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -274,7 +277,7 @@ def test_requests_that_take_too_long_are_told_that_it_ends(start: Callable[..., 
 
 def test_a_port_in_use_is_named(folder: Path) -> None:
     with socket.create_server(("localhost", 0)) as taken:
-        command = [sys.executable, "-m", "fastattention", "serve", str(folder), f"--port={taken.getsockname()[1]}"]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert finished.returncode == 1
-        assert f"port={taken.getsockname()[1]}" in finished.stderr
+        port = f"port={taken.getsockname()[1]}"
+        finished = CliRunner().invoke(app, ["serve", str(folder), f"--{port}"])
+    assert finished.exit_code == 1
+    assert port in finished.output

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from tiers import sampled, slow
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from fastattention import ArgumentError, UnsupportedError, fast_attn_func, sparse
-from fastattention.integrations import transformers as integration
 from fastattention.integrations.transformers import (
     FastAttentionCache,
     PrefillLayer,
@@ -83,12 +83,19 @@ def hidden(model: Any, blocks: Sizes) -> Iterator[None]:
             mask = mask.masked_fill(~kept, torch.finfo(mask.dtype).min)
         return args, kwargs | {"attention_mask": mask}
 
-    hooks = [layer.self_attn.register_forward_pre_hook(hide, with_kwargs=True) for layer in model.model.layers]
+    with hooked([layer.self_attn for layer in model.model.layers], hide):
+        yield
+
+
+@contextlib.contextmanager
+def hooked(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Within it `hook` changes what modules are called with."""
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def generated(model: Any, cache: Any = None, **given: Any) -> Tensor:
@@ -135,6 +142,7 @@ def test_prompts_are_those_of_eager_under_the_tokens_kept(name: str) -> None:
     assert (dense - expected.logits).abs().max() > 0.05 * dense.abs().max(), "the pattern hides nothing that counts"
 
 
+@sampled
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_decode_steps_are_dense_and_ask_no_pattern(name: str, kind: str) -> None:
@@ -248,12 +256,8 @@ def test_a_block_mask_joins_relative_positions() -> None:
         return args, kwargs | {"mask": mask.masked_fill(~kept, torch.finfo(mask.dtype).min)}
 
     attentions = [module for module in eager.modules() if type(module).__name__ == "T5Attention"]
-    hooks = [module.register_forward_pre_hook(hide, with_kwargs=True) for module in attentions]
-    try:
+    with hooked(attentions, hide):
         expected = eager(**given).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
     with sparse_blocks(pattern):
         assert_same(fast(**given).logits, expected)
     assert pattern.seqlens() == [(LENGTH, LENGTH)] * LAYERS + [(130, 130), (130, LENGTH)] * LAYERS
@@ -336,15 +340,12 @@ def test_an_exception_ends_the_context() -> None:
     with sparse_blocks(pattern):
         with pytest.raises(KeyError, match="mine"), sparse_blocks(fail):
             fast(prompts(2, LENGTH))
+        with pytest.raises(KeyError, match="mine"), sparse_blocks(Pattern()):  # and no warning that it was not called
+            raise KeyError("mine")
         fast(prompts(2, LENGTH))
     assert len(pattern.asked) == LAYERS
     assert block_sparse._active.get() is None
     assert block_sparse._num_open == 0
-
-
-def test_an_exception_is_not_covered_by_the_warning() -> None:
-    with pytest.raises(KeyError, match="mine"), sparse_blocks(Pattern()):
-        raise KeyError("mine")
 
 
 def test_a_context_is_of_its_thread() -> None:
@@ -511,6 +512,7 @@ def test_a_compiled_prompt_is_refused(before: bool, fullgraph: bool) -> None:
     assert torch.equal(compiled(), dense)
 
 
+@slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_decode_step_is_served() -> None:
     """`generate` compiles it so for static caches."""
@@ -559,7 +561,3 @@ def test_wrong_arguments_are_refused(changed: dict[str, Any], message: str) -> N
     with pytest.raises(ArgumentError, match=message), sparse_prefill(**{"pattern": Pattern(), **changed}):
         pass
     assert block_sparse._num_open == 0
-
-
-def test_it_is_exported() -> None:
-    assert {"PrefillLayer", "sparse_prefill"} <= set(integration.__all__)

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from fastattention.integrations.transformers.tensor_parallel import NAME, tile_a
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 from .budgets import LARGE, cache_arguments
-from .models import assert_same, make_cache, padding_mask, pair, prompts
+from .models import assert_same, assert_varied, greedy, padding_mask, pair, prompts, random_masks, stepwise
 
 TILED = ("llama", "mistral", "qwen3", "gemma2")
 LAYERS = 2
@@ -96,24 +97,15 @@ def projected() -> Iterator[Projected]:
 
 @torch.no_grad()
 def passes(name: str, side: str, cache: str) -> None:
-    """Checks prefill, then a chunk of three tokens and two single ones, all on one cache."""
-    ids, mask = prompts(), padding_mask(side)
-    results = []
-    for model in (pair(name).eager, tiled(name)):
-        past, seen = make_cache(cache, model), mask
-        with projected() as calls:
-            logits = [model(ids, attention_mask=mask, **{CACHE_ARGUMENT: past}, use_cache=past is not None).logits]
-            for count in (3, 1, 1) if past is not None else ():
-                seen = torch.cat([seen, seen.new_ones(3, count)], dim=1)
-                logits.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
-        results.append(torch.cat(logits, dim=1))
-    expected, out = results
+    expected, real = stepwise(pair(name).eager, side, cache)
+    with projected() as calls:
+        out, _ = stepwise(tiled(name), side, cache)
     if side == "right":
         assert calls.reasons
         assert all("pad on the left" in reason for reason in calls.reasons), calls.reasons
     else:
-        assert (calls.count, calls.reasons) == (LAYERS * (4 if past is not None else 1), set())
-    assert_same(out, expected, seen)
+        assert (calls.count, calls.reasons) == (LAYERS * (1 if cache == "no cache" else 4), set())
+    assert_same(out, expected, real)
 
 
 @sampled
@@ -125,15 +117,10 @@ def test_logits_are_those_of_the_whole_model(ranks: Team, name: str, side: str, 
 
 
 def generation(name: str, side: str, cache: str | None) -> list[list[int]]:
-    ids, mask = prompts(), padding_mask(side)
-    expected, tokens = (
-        model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache_implementation=cache)
-        for model in (pair(name).eager, tiled(name))
-    )
-    assert len(expected[:, 11:].unique()) > 6, "the text must vary for its equality to mean anything"
-    assert tokens.tolist() == expected.tolist()
-    result: list[list[int]] = tokens.tolist()
-    return result
+    eager, fast = (greedy(model, prompts(), padding_mask(side), 12, cache) for model in (pair(name).eager, tiled(name)))
+    assert_varied(eager)
+    assert fast == eager
+    return fast  # type: ignore[no-any-return]
 
 
 @sampled
@@ -170,7 +157,7 @@ def test_what_cannot_be_tiled_is_told_and_computed(ranks: Team, kind: str) -> No
 
 
 @torch.no_grad()
-def compiled() -> None:
+def torch_compile_traces_the_usual_way() -> None:
     model = torch.compile(tiled("llama"), backend="eager")
     with projected() as calls:
         out = model(prompts(), attention_mask=padding_mask("left")).logits
@@ -179,28 +166,17 @@ def compiled() -> None:
     assert_same(out, expected, padding_mask("left"))
 
 
-@deep
-def test_torch_compile_traces_the_usual_way(ranks: Team) -> None:
-    ranks.run(compiled)
-
-
 @torch.no_grad()
-def own_mask() -> None:
-    seen = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.4
-    seen |= torch.eye(11, dtype=torch.bool)
-    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+def a_mask_of_four_dimensions_is_obeyed() -> None:
+    seen, added = random_masks()
     with projected() as calls:
         out = tiled("llama")(prompts(), attention_mask=seen).logits
     assert (calls.count, calls.reasons) == (LAYERS, set())
     assert_same(out, pair("llama").eager(prompts(), attention_mask=added).logits)
 
 
-def test_a_mask_of_four_dimensions_is_obeyed(ranks: Team) -> None:
-    ranks.run(own_mask)
-
-
 @torch.no_grad()
-def without_a_plan() -> None:
+def short_prompts_and_decoding_take_the_usual_way_without_a_word() -> None:
     model = copy.deepcopy(pair("qwen3").eager)
     divided(model, "cpu")
     tile_allreduce(model)
@@ -215,13 +191,8 @@ def without_a_plan() -> None:
     assert (calls.count, calls.reasons) == (LAYERS, set())
 
 
-def test_short_prompts_and_decoding_take_the_usual_way_without_a_word(ranks: Team) -> None:
-    ranks.run(without_a_plan)
-
-
 @torch.no_grad()
-def by_torch() -> None:
-    """torch's own tensor parallelism, with a model of Transformers."""
+def torchs_own_parallelism_serves_models_of_transformers() -> None:
     model = copy.deepcopy(pair("llama").eager)
     styles: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     styles["model.layers.*.self_attn.o_proj"] = TilingAllReduce(partition=halves)
@@ -236,12 +207,8 @@ def by_torch() -> None:
     assert_same(out, expected, padding_mask("left"))
 
 
-def test_torchs_own_parallelism_serves_models_of_transformers(ranks: Team) -> None:
-    ranks.run(by_torch)
-
-
 @torch.no_grad()
-def again() -> None:
+def a_second_time_changes_nothing_and_another_implementation_is_served() -> None:
     model = tiled("llama")
     forward = model.model.layers[0].self_attn.o_proj.forward
     tile_allreduce(model)
@@ -253,19 +220,26 @@ def again() -> None:
     model.set_attn_implementation(NAME)
 
 
-def test_a_second_time_changes_nothing_and_another_implementation_is_served(ranks: Team) -> None:
-    ranks.run(again)
-
-
-def divided_by_columns() -> None:
+def a_projection_that_is_divided_in_another_way_is_refused() -> None:
     model = copy.deepcopy(pair("llama").fast)
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"model.layers.*.self_attn.o_proj": ColwiseParallel()})
     with pytest.raises(UnsupportedError, match=r"divided among the ranks by rows.* placed \(Shard\(dim=0\),\)"):
         tile_allreduce(model)
 
 
-def test_a_projection_that_is_divided_in_another_way_is_refused(ranks: Team) -> None:
-    ranks.run(divided_by_columns)
+PROMISES = [
+    pytest.param(torch_compile_traces_the_usual_way, marks=deep),
+    a_mask_of_four_dimensions_is_obeyed,
+    short_prompts_and_decoding_take_the_usual_way_without_a_word,
+    torchs_own_parallelism_serves_models_of_transformers,
+    a_second_time_changes_nothing_and_another_implementation_is_served,
+    a_projection_that_is_divided_in_another_way_is_refused,
+]
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=attrgetter("__name__"))
+def test_on_every_rank(ranks: Team, promise: Callable[[], None]) -> None:
+    ranks.run(promise)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from distributed.team import GPU_PATIENCE, Team, skip_module_without_two_gpus
-from torch import Tensor
 
 from fastattention.integrations.transformers.tensor_parallel import tile_allreduce
-from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
-from .models import make_cache, padding_mask, pair, prompts
+from .models import pair, stepwise
 from .test_tensor_parallel import LAYERS, TILED, divided, halves, projected
 
 skip_module_without_two_gpus()
@@ -43,28 +41,16 @@ def tiled(name: str) -> Any:
     return model
 
 
-def logits_of(model: Any, ids: Tensor, mask: Tensor, cache: str) -> Tensor:
-    """Logits of a prompt, then of a chunk of three tokens and of two single ones: float64, on the CPU."""
-    device = next(model.parameters()).device
-    past, seen, ids = make_cache(cache, model), mask.to(device), ids.to(device)
-    found = [model(ids, attention_mask=seen, **{CACHE_ARGUMENT: past}).logits]
-    for count in (3, 1, 1):
-        seen = torch.cat([seen, seen.new_ones(len(seen), count)], dim=1)
-        found.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
-    return torch.cat(found, dim=1).double().cpu()
-
-
 @torch.no_grad()
 def passes(name: str, side: str, cache: str) -> None:
     """Asserts at most twice the error that the whole model has in bfloat16, relative to float32."""
-    ids, mask = prompts(), padding_mask(side)
-    exact, usual = (logits_of(model, ids, mask, cache) for model in (pair(name).eager, whole(name)))
+    exact, real = stepwise(pair(name).eager, side, cache)
+    usual, _ = stepwise(whole(name), side, cache)
     with projected() as calls:
-        given = logits_of(tiled(name), ids, mask, cache)
+        given, _ = stepwise(tiled(name), side, cache)
     assert (calls.count, calls.reasons) == (LAYERS * 4, set())
-    real = torch.cat([mask, mask.new_ones(len(mask), exact.shape[1] - mask.shape[1])], dim=1).bool()
-    errors = [(each - exact)[real].abs().max().item() for each in (given, usual)]
-    floor = 4 * torch.finfo(torch.bfloat16).eps * exact[real].abs().max().item()
+    errors = [(each.float().cpu() - exact)[real.bool()].abs().max().item() for each in (given, usual)]
+    floor = 4 * torch.finfo(torch.bfloat16).eps * exact[real.bool()].abs().max().item()
     assert errors[0] <= max(2 * errors[1], floor), f"error {errors[0]:.1e}, of the whole model {errors[1]:.1e}"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import sampled
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -45,6 +46,7 @@ def _as_usual(make: Callable[[], Any]) -> Any:
         assert torch.get_default_device() == device
 
 
+@sampled
 @pytest.mark.usefixtures("_other_default")
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])

@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from tiers import deep as in_deep_tier
+from tiers import sampled
+from torch import Tensor
 from transformers import CONFIG_MAPPING, MambaConfig, PreTrainedModel, ViTConfig
 
 from fastattention import ArgumentError, FastAttentionError, UnsupportedError
@@ -27,6 +29,7 @@ from integrations.models import (
     VOCABULARY,
     assert_same,
     deep,
+    greedy,
     make_cache,
     padding_mask,
     pair,
@@ -37,6 +40,7 @@ from integrations.models import (
 WINDOWED = ("gemma2", "gpt_oss", "mistral")
 
 
+@sampled
 @pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1)], ids=["tokens", "a chunk"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
@@ -119,6 +123,15 @@ def _models(model_type: str, **sizes: Any) -> tuple[Any, Any]:
     return models[0], models[1]
 
 
+def _assert_same_models(eager: Any, fast: Any, mask: Tensor) -> Tensor:
+    """In logits, which are returned, and in greedy texts."""
+    with torch.no_grad():
+        expected, logits = (model(prompts(), attention_mask=mask).logits for model in (eager, fast))
+    assert_same(logits, expected, mask)
+    assert greedy(fast, prompts()[:1], count=6) == greedy(eager, prompts()[:1], count=6)
+    return expected  # type: ignore[no-any-return]
+
+
 DEEPSEEK_V4: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "moe_intermediate_size": 32,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2,
@@ -135,11 +148,7 @@ def test_a_model_that_extends_its_mask_gets_that_of_eager(where: str) -> None:
     mask = padding_mask("none" if where == "hole" else where)
     if where == "hole":
         mask[1, 4:6] = 0
-    with torch.no_grad():
-        expected, logits = (model(prompts(), attention_mask=mask).logits for model in (eager, fast))
-        assert_same(logits, expected, mask)
-        ids = prompts()[:1]
-        assert fast.generate(ids, max_new_tokens=6).tolist() == eager.generate(ids, max_new_tokens=6).tolist()
+    _assert_same_models(eager, fast, mask)
 
 
 DEEPSEEK_V32: dict[str, Any] = {
@@ -154,14 +163,11 @@ DEEPSEEK_V32: dict[str, Any] = {
 def test_keys_that_an_indexer_selects_are_the_only_ones_seen(side: str) -> None:
     eager, fast = _models("deepseek_v32", **DEEPSEEK_V32)
     mask = padding_mask(side)
+    expected = _assert_same_models(eager, fast, mask)
+    eager.config.index_topk = 11  # what the test would show if the selection were lost
+    for layer in eager.model.layers:
+        layer.self_attn.indexer.index_topk = 11
     with torch.no_grad():
-        expected, logits = (model(prompts(), attention_mask=mask).logits for model in (eager, fast))
-        assert_same(logits, expected, mask)
-        ids = prompts()[:1]
-        assert fast.generate(ids, max_new_tokens=6).tolist() == eager.generate(ids, max_new_tokens=6).tolist()
-        eager.config.index_topk = 11  # as if the selection were lost: logits must differ
-        for layer in eager.model.layers:
-            layer.self_attn.indexer.index_topk = 11
         assert (eager(prompts(), attention_mask=mask).logits - expected).abs().max() > 0.1
 
 

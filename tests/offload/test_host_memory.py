@@ -48,10 +48,11 @@ def test_nothing_is_pinned_before_it_is_used_and_then_by_slabs(shape: PageShape)
     memory.use(1)
     memory.use(memory.slab_pages)
     assert len(device.pinned) == count
-    memory.use(memory.slab_pages + 1)
-    assert len(device.pinned) == 2 * count
-    memory.use(3)
-    assert len(device.pinned) == 2 * count
+    largest = max(slab.nbytes for slab in device.pinned)
+    assert host_memory.SLAB // 3 < largest <= max(host_memory.SLAB, mmap.PAGESIZE * 64)
+    for used in (memory.slab_pages + 1, 3):
+        memory.use(used)
+        assert len(device.pinned) == 2 * count
 
 
 @every_shape
@@ -65,14 +66,6 @@ def test_slabs_share_no_page_of_the_system_and_cover_all(shape: PageShape) -> No
     assert sum(slab.nbytes for slab in device.pinned) == num_pages * shape.nbytes
     for tensor in pages.tensors():
         tensor.view(torch.uint8).fill_(1)  # all of it can be written
-
-
-@every_shape
-def test_slabs_are_as_large_as_asked_about(shape: PageShape) -> None:
-    device, memory, _ = made(shape)
-    memory.use(1)
-    largest = max(slab.nbytes for slab in device.pinned)
-    assert host_memory.SLAB // 3 < largest <= max(host_memory.SLAB, mmap.PAGESIZE * 64)
 
 
 def test_what_is_copied_in_one_piece_lies_within_a_slab() -> None:
@@ -128,9 +121,7 @@ def test_all_is_unpinned_when_nobody_has_it() -> None:
 
 
 def test_no_pages_take_no_memory() -> None:
-    device = FakeDevice()
-    memory = HostMemory(SHAPES[0], device)
-    pages = allocate_pages(SHAPES[0], 0, memory.allocate)
+    device, memory, pages = made(SHAPES[0], slabs=0.0)
     memory.use(0)
     assert pages.k.shape[0] == 0
     assert device.pinned == []

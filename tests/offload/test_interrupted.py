@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tiers import sampled
+from tiers import sampled, slow
 
 from fastattention.errors import CacheFullError
 from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, page_shape
@@ -19,17 +19,16 @@ every_share = pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 # The fault comes before the failing call has done anything, or after it has done everything, with errors that are not
 # ours.
 every_fault = pytest.mark.parametrize(
-    ("error", "late"), [(KeyboardInterrupt(), False), (RuntimeError("lost"), True)], ids=["before", "after"]
+    ("error", "late"),
+    [(KeyboardInterrupt(), False), pytest.param(RuntimeError("lost"), True, marks=slow)],
+    ids=["before", "after"],
 )
 
 
 def full(share: float, batch_size: int = 2, tokens: int = 30, num_layers: int = 4) -> CachePair:
     """A store with some of its layers in CPU memory."""
-    pages = 25 * batch_size if num_layers > 1 else 8 * batch_size
-    shape = page_shape(torch.float32)
-    pair = CachePair(
-        num_layers, batch_size, shape, pages, share=lambda layers, tokens: share, padding=[3, 0][:batch_size]
-    )
+    pages, padding = (25 if num_layers > 1 else 8) * batch_size, [3, 0][:batch_size]
+    pair = CachePair(num_layers, batch_size, page_shape(), pages, share=lambda layers, tokens: share, padding=padding)
     pair.append(tokens)
     pair.steps(3)
     assert any(pair.store.layers_on_cpu)
@@ -63,8 +62,7 @@ def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: 
         assert pair.store.length == pair.length
         pair.attend(1)
 
-    faults = interrupt_everywhere(pair, error, late, lambda: pair.attend(1), retry)
-    assert faults > 8
+    assert interrupt_everywhere(pair, error, late, lambda: pair.attend(1), retry) > 8
 
 
 @sampled
@@ -72,29 +70,18 @@ def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: 
 @every_share
 def test_a_step_of_several_tokens_is_undone_by_a_shorter_one(share: float, error: BaseException, late: bool) -> None:
     pair = full(share)
-    faults = interrupt_everywhere(pair, error, late, lambda: pair.attend(9), lambda: pair.attend(1))
-    assert faults > 8
+    assert interrupt_everywhere(pair, error, late, lambda: pair.attend(9), lambda: pair.attend(1)) > 8
 
 
 @every_fault
-def test_a_prompt_is_undone_by_the_next(error: BaseException, late: bool) -> None:
-    pair = full(0.4)
+@pytest.mark.parametrize(("num_layers", "batch_size"), [(4, 2), (1, 1)])
+def test_a_prompt_is_undone_by_the_next(num_layers: int, batch_size: int, error: BaseException, late: bool) -> None:
+    """That of an only layer is appended in pieces; none of them stays."""
+    pair = full(0.4, num_layers=num_layers, batch_size=batch_size)
 
     def retry() -> None:
         assert pair.store.length == pair.length
         pair.append(1)
-        pair.attend(1)
-
-    assert interrupt_everywhere(pair, error, late, lambda: pair.append(21), retry) > 8
-
-
-@every_fault
-def test_the_only_layer_s_prompt_is_undone(error: BaseException, late: bool) -> None:
-    """The prompt is appended in pieces, none of which stays."""
-    pair = full(0.4, num_layers=1, batch_size=1)
-
-    def retry() -> None:
-        assert pair.store.length == pair.length
         pair.attend(1)
 
     assert interrupt_everywhere(pair, error, late, lambda: pair.append(21), retry) > 8
@@ -174,6 +161,7 @@ def test_a_share_that_steps_have_changed_goes_on_after_interrupted_ones() -> Non
     assert pair.store._staging.share != 0.4
 
 
+@sampled
 @every_share
 def test_beams_after_an_interrupted_step(share: float) -> None:
     """Pages that an interrupted step took are not shared as if they held tokens."""

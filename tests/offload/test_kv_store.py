@@ -19,12 +19,7 @@ from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, pag
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
-SHARES = (0.0, 0.4, 1.0)
-every_share = pytest.mark.parametrize("share", SHARES)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
-QUANTIZED = (torch.int8, torch.float8_e4m3fn)
-every_quantized = pytest.mark.parametrize("cache_dtype", QUANTIZED, ids=["int8", "float8"])
+every_share = pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 
 
 def make_pair(share: float = 0.4, **changed: Any) -> CachePair:
@@ -35,7 +30,7 @@ def make_pair(share: float = 0.4, **changed: Any) -> CachePair:
 
 
 @every_share
-@every_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_steps_after_a_prompt(share: float, dtype: torch.dtype) -> None:
     pair = make_pair(share, shape=page_shape(dtype))
     pair.attend(13)
@@ -44,10 +39,12 @@ def test_steps_after_a_prompt(share: float, dtype: torch.dtype) -> None:
 
 
 @every_share
-@every_quantized
-def test_quantized_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+@sampled
+def test_quantized_pages_in_cpu_memory(share: float, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """Exactly whole pages are quantized, each value once."""
-    pair = make_pair(share, shape=page_shape(torch.float32, cache_dtype))
+    pair = make_pair(share, shape=page_shape(dtype, cache_dtype))
     pair.attend(13)
     pair.steps(30)
     pair.append(9)
@@ -56,14 +53,6 @@ def test_quantized_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -
     pair.steps(6)
     assert any(pair.store.layers_on_cpu)
     assert pair.store.usage.cpu_bytes % pair.shape.nbytes == 0
-
-
-@every_quantized
-def test_quantized_pages_of_half_precision(cache_dtype: torch.dtype) -> None:
-    pair = make_pair(0.5, shape=page_shape(torch.bfloat16, cache_dtype))
-    pair.attend(30)
-    pair.steps(9)
-    assert any(pair.store.layers_on_cpu)
 
 
 @every_share
@@ -80,19 +69,12 @@ def test_every_option_at_once(share: float) -> None:
 
 
 @every_share
-def test_padding_that_ends_in_a_later_chunk_than_it_begins(share: float) -> None:
-    pair = make_pair(share, batch_size=3, padding=[22, 0, 9], gpu_pages=80)
+@pytest.mark.parametrize("padding", [[22, 0, 9], [40, 2, 0]], ids=["over two chunks", "of all tokens"])
+def test_padding_that_ends_in_a_later_chunk_than_it_begins(share: float, padding: list[int]) -> None:
+    pair = make_pair(share, batch_size=3, padding=padding, gpu_pages=80)
     for tokens in (10, 10, 4, 1):
         pair.attend(tokens)
     pair.steps(12)
-    assert any(pair.store.layers_on_cpu)
-
-
-@every_share
-def test_a_sequence_that_is_padding_alone_gives_zeros(share: float) -> None:
-    pair = make_pair(share, batch_size=2, padding=[40, 2])
-    pair.attend(21)
-    pair.steps(14)
     assert any(pair.store.layers_on_cpu)
 
 
@@ -248,10 +230,9 @@ def test_layers_leave_spread_over_the_depth_the_last_first(count: int) -> None:
 def test_wrong_arguments_are_named() -> None:
     pair = make_pair()
     pair.attend(9)
-    with pytest.raises(ArgumentError, match="length=10 must be 0 to 9"):
-        pair.store.truncate(10)
-    with pytest.raises(ArgumentError, match="length=-1"):
-        pair.store.truncate(-1)
+    for length in (10, -1):
+        with pytest.raises(ArgumentError, match=f"length={length} must be 0 to 9"):
+            pair.store.truncate(length)
     for rows in ([], [1], [-1]):
         with pytest.raises(ArgumentError, match="rows="):
             pair.store.select(rows)

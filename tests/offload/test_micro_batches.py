@@ -25,11 +25,7 @@ from fastattention.offload.memory import OffloadWorkload
 from fastattention.offload.micro_batches import run_together
 from fastattention.offload.model_shape import PRESETS
 from fastattention.offload.policy import Policy
-from fastattention.offload.prediction import (
-    seconds_per_token,
-    seconds_per_token_in_halves,
-    upload_fraction,
-)
+from fastattention.offload.prediction import seconds_per_token, seconds_per_token_in_halves, upload_fraction
 from fastattention.threads import get_num_threads, set_num_threads
 
 from .fake_device import FakeDevice
@@ -187,6 +183,12 @@ def modes() -> tuple[object, ...]:
 
 
 @contextlib.contextmanager
+def gradients_off_and_on() -> Iterator[None]:
+    with torch.no_grad(), torch.enable_grad():
+        yield
+
+
+@contextlib.contextmanager
 def other_setting() -> Iterator[None]:
     token = setting.set("other")
     yield
@@ -202,17 +204,13 @@ def other_setting() -> Iterator[None]:
         lambda: torch.autocast("cpu", torch.float16),
         lambda: torch.device("meta"),
         other_setting,
+        gradients_off_and_on,
     ],
-    ids=["none", "no_grad", "inference_mode", "autocast", "device", "context variable"],
+    ids=["none", "no_grad", "inference_mode", "autocast", "device", "context variable", "gradients off and on"],
 )
 def test_modes_are_those_of_the_caller(mode: Callable[[], Any]) -> None:
     with mode():
         assert run_together(FakeDevice(), [modes, modes]) == [modes()] * 2
-
-
-def test_gradients_may_be_off_outside_and_on_inside() -> None:
-    with torch.no_grad(), torch.enable_grad():
-        assert run_together(FakeDevice(), [modes]) == [modes()]
 
 
 QUERIES = torch.zeros(1, 1, 2, 4)

@@ -24,47 +24,24 @@ class RandomSteps(RuleBasedStateMachine):
 
     pair: CachePair
 
-    @initialize(
-        seed=st.integers(0, 1 << 16),
-        num_layers=st.integers(1, 5),
-        batch_size=st.integers(1, 3),
-        page_size=st.sampled_from([1, 2, 4]),
-        more_gpu_pages=st.integers(0, 30),
-        cpu_tokens=st.sampled_from([0, 100, 100000]),
-        share=st.sampled_from([0.0, 0.3, 1.0]),
-        cache_dtype=DTYPES,
-        padding=st.lists(st.integers(0, 20), min_size=3, max_size=3) | st.none(),
-    )
-    def make(
-        self,
-        seed: int,
-        num_layers: int,
-        batch_size: int,
-        page_size: int,
-        more_gpu_pages: int,
-        cpu_tokens: int,
-        share: float,
-        cache_dtype: torch.dtype | None,
-        padding: list[int] | None,
-    ) -> None:
-        torch.manual_seed(seed)
+    @initialize(data=st.data())
+    def make(self, data: st.DataObject) -> None:
+        draw = data.draw
+        torch.manual_seed(draw(st.integers(0, 1 << 16)))
+        num_layers, batch_size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+        page_size, share = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([0.0, 0.3, 1.0]))
         self.pair = CachePair(
             num_layers,
             batch_size,
-            page_shape(torch.float32, cache_dtype, page_size),
-            gpu_pages=(num_layers + 6) * batch_size + more_gpu_pages,
-            cpu_pages=cpu_tokens * num_layers // page_size,
+            page_shape(torch.float32, draw(DTYPES), page_size),
+            gpu_pages=(num_layers + 6) * batch_size + draw(st.integers(0, 30)),
+            cpu_pages=draw(st.sampled_from([0, 100, 100000])) * num_layers // page_size,
             share=lambda layers, tokens: share,
-            padding=padding and padding[:batch_size],
+            padding=draw(st.lists(st.integers(0, 20), min_size=batch_size, max_size=batch_size) | st.none()),
         )
 
-    @rule(tokens=st.integers(1, 6) | st.just(1))
+    @rule(tokens=st.integers(1, 6) | st.just(1) | st.integers(1, 40))
     def step(self, tokens: int) -> None:
-        with suppress(CacheFullError):
-            self.pair.attend(tokens)
-
-    @rule(tokens=st.integers(1, 40))
-    def prompt(self, tokens: int) -> None:
         with suppress(CacheFullError):
             self.pair.attend(tokens)
 

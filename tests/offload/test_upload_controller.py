@@ -30,10 +30,10 @@ SETTLING, STEPS = 14, 4  # steps before those that are timed, and timed steps
 
 
 @functools.cache
-def best_fixed(machine: str) -> float:
-    """Seconds of a step with the best fixed share."""
+def balanced(machine: str) -> float:
+    """Seconds of a step with the fastest share, which test_step_time.py checks, when none share."""
     num_layers, on_cpu, *rates = MACHINES[machine]
-    return min(fixed(num_layers, on_cpu, share / 32, Rates(*rates)) for share in range(2, 32))
+    return fixed(num_layers, on_cpu, hybrid_share(num_layers, on_cpu, *rates), Rates(*rates))
 
 
 def fixed(num_layers: int, on_cpu: int, share: float, rates: Rates) -> float:
@@ -56,18 +56,18 @@ def test_wrong_bandwidths_cost_next_to_nothing(machine: str, part: str, wrong: f
     assert share < 1.0
     timed = TimedStore(num_layers, on_cpu, share, Rates(link, cpu))
     timed.steps(SETTLING)
-    assert timed.steps(STEPS) < 1.03 * best_fixed(machine)
+    assert timed.steps(STEPS) < 1.03 * balanced(machine)
 
 
 @every_machine
 def test_the_right_prediction_stays(machine: str) -> None:
-    num_layers, on_cpu, link, cpu = MACHINES[machine]
-    share = hybrid_share(num_layers, on_cpu, link, cpu)
-    timed = TimedStore(num_layers, on_cpu, share, Rates(link, cpu))
+    num_layers, on_cpu, *rates = MACHINES[machine]
+    share = hybrid_share(num_layers, on_cpu, *rates)
+    timed = TimedStore(num_layers, on_cpu, share, Rates(*rates))
     for _ in range(SETTLING):
         timed.step()
         assert timed.last_share == pytest.approx(share, abs=0.03)
-    assert timed.steps(STEPS) < 1.02 * fixed(num_layers, on_cpu, share, Rates(link, cpu))
+    assert timed.steps(STEPS) < 1.02 * balanced(machine)
 
 
 @slow
@@ -78,7 +78,7 @@ def test_a_link_that_slows_down_is_followed(machine: str) -> None:
     timed.steps(4)
     timed.device.rates.link = link
     timed.steps(SETTLING)
-    assert timed.steps(STEPS) < 1.03 * best_fixed(machine)
+    assert timed.steps(STEPS) < 1.03 * balanced(machine)
 
 
 @every_machine
@@ -94,7 +94,7 @@ def test_a_step_in_which_the_host_stalls_does_not_throw_it_off(machine: str, par
     for _ in range(SETTLING):
         timed.step()
         assert abs(timed.last_share - share) < 2.5 * MOST_CHANGE  # the next step uses its late uploads
-    assert timed.steps(STEPS) < 1.03 * best_fixed(machine)
+    assert timed.steps(STEPS) < 1.03 * balanced(machine)
 
 
 def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
@@ -121,9 +121,9 @@ def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
 )
 def test_two_stores_share_link_and_cpu(monkeypatch: pytest.MonkeyPatch, ratio: float, wrong: float) -> None:
     rates = Rates(S / 8, ratio * S / 8)
-    balanced = seconds_in_halves(8, wrong / (1 + ratio), rates)
+    seconds = seconds_in_halves(8, wrong / (1 + ratio), rates)
     monkeypatch.setattr(upload_controller, "GAIN", 0.0)
-    assert balanced < 1.03 * min(seconds_in_halves(8, share / 16, rates) for share in range(2, 14))
+    assert seconds < 1.03 * seconds_in_halves(8, 1 / (1 + ratio), rates)
 
 
 class NeverOver(FakeDevice):
@@ -145,7 +145,7 @@ def test_events_that_are_not_over_are_not_waited_for_nor_kept_without_end() -> N
     assert seconds == pytest.approx(fixed(num_layers, on_cpu, 0.6, device.rates), rel=0.05)
     device.over = True
     timed.steps(SETTLING)
-    assert timed.steps(STEPS) < 1.03 * best_fixed("all layers")
+    assert timed.steps(STEPS) < 1.03 * balanced("all layers")
 
 
 class CudaEvent:
@@ -312,7 +312,7 @@ class Wavering(FakeDevice):
         return super().run_on_cpu(job, nbytes, after)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["as q", "int8"])
+@pytest.mark.parametrize("cache_dtype", [pytest.param(None, marks=slow), torch.int8], ids=["as q", "int8"])
 def test_results_are_right_while_the_share_moves(cache_dtype: torch.dtype | None) -> None:
     """With chunks prefetched for an earlier share, no token is left out or attended to twice."""
     pair = CachePair(batch_size=2, gpu_pages=60, share=lambda layers, tokens: 0.5, padding=[3, 0], device=Wavering())

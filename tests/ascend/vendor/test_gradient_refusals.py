@@ -15,22 +15,10 @@ from fastattention.backends.ascend.backend import AscendBackend, why_not_kernels
 from fastattention.backends.ascend.vendor.limits import why_not_inference
 
 DENSE = Problem(
-    layout=Layout.DENSE,
-    device=torch.device("cpu"),
-    dtype=torch.bfloat16,
-    batch_size=2,
-    seqlen_q=100,
-    seqlen_k=120,
-    total_q=200,
-    nheads=8,
-    nheads_k=2,
-    headdim=64,
-    headdim_v=64,
-    softmax_scale=0.125,
-    window_left=-1,
-    window_right=0,
+    layout=Layout.DENSE, device=torch.device("cpu"), dtype=torch.bfloat16, batch_size=2, seqlen_q=100, seqlen_k=120,
+    total_q=200, nheads=8, nheads_k=2, headdim=64, headdim_v=64, softmax_scale=0.125, window_left=-1, window_right=0,
     grads=("q", "k", "v"),
-)
+)  # fmt: skip
 VARLEN = replace(DENSE, layout=Layout.VARLEN)
 BOTH = pytest.mark.parametrize("problem", [DENSE, VARLEN], ids=["dense", "varlen"])
 
@@ -119,10 +107,8 @@ def test_our_kernels_refuse_all_gradients() -> None:
 @pytest.fixture
 def on_npu(monkeypatch: pytest.MonkeyPatch) -> AscendBackend:
     """The backend of users, as if tensors were on an NPU with torch_npu and without Triton-Ascend."""
-    monkeypatch.setattr(AscendBackend, "_why_not_device", lambda *_: None)
-    monkeypatch.setattr(AscendBackend, "_why_no_operators", lambda *_: None)
-    monkeypatch.setattr(AscendBackend, "_why_no_compiler", lambda *_: None)
-    monkeypatch.setattr(AscendBackend, "_why_no_chip", lambda *_: None)
+    for name in ("_why_not_device", "_why_no_operators", "_why_no_compiler", "_why_no_chip"):
+        monkeypatch.setattr(AscendBackend, name, lambda *_: None)
     return AscendBackend()
 
 

@@ -13,14 +13,7 @@ from torch import Tensor
 from ascend.vendor.cases import parametrize
 from ascend.vendor.engine import ENGINE
 from ascend.vendor.environment import skip_without_torch_npu
-from ascend.vendor.gradient_cases import (
-    ODD,
-    check_gradients,
-    gradient_runs,
-    prepared,
-    training_results,
-    weights_of,
-)
+from ascend.vendor.gradient_cases import ODD, check_gradients, gradient_runs, prepared, training_results, weights_of
 from ascend.vendor.recorder import Recorded, Recorder, on_meta, shapes
 from fastattention import explain, fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.problem import OutputGradients

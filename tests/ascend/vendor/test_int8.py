@@ -30,11 +30,7 @@ def call_of(dtype: torch.dtype, **case: Any) -> tuple[Recorded, Any]:
 
 @pytest.mark.parametrize(
     ("case", "mode", "shape"),
-    [
-        ({}, 3, (2, 2, 103)),
-        ({"page_block_size": 32}, 5, None),
-        ({"seqlen_q": 4, "nheads_k": 1}, 1, (2, 103)),
-    ],
+    [({}, 3, (2, 2, 103)), ({"page_block_size": 32}, 5, None), ({"seqlen_q": 4, "nheads_k": 1}, 1, (2, 103))],
     ids=["rows", "pages", "queries"],
 )
 def test_scales_are_handed_over_as_the_schema_has_them(

@@ -316,7 +316,7 @@ def table(results: Sequence[Result], minutes: float) -> str:
     ]
     for result in results:
         cells = (result.mutant.name, result.mutant.area, result.mutant.why, result.tier or "survived")
-        test = result.test.replace("|", "\\|")
+        test = result.test.partition("\n")[0].replace("|", "\\|")
         lines.append(f"| {' | '.join(cells)} | {result.seconds:.0f} | `{test}` |")
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@
     scripts/mutants NAME ...          # some of them
     scripts/mutants --control         # their tests on unbroken code, where all must pass
     scripts/mutants --check           # only whether the lists fit the code and the tests
+    scripts/mutants --workers 4       # four at a time; by default one for every two cores
 
 tests/mutants/*.toml has one table per mutant, one file per area:
 
@@ -16,20 +17,24 @@ tests/mutants/*.toml has one table per mutant, one file per area:
     words = ["adds"]                  # optional: only tests whose id contains one of these
     env = "ascend"                    # optional: runs in .venv-ascend instead of .venv
 
-Tests run on a copy of the source tree in build/mutants, which has its own native library. A mutant is killed when a
-test fails within two minutes. An error outside a test, such as one of the compiler, is not a kill.
+Each worker has cores of its own, and a copy of the source tree in build/mutants with its own native library. It takes
+one mutant after the other. A mutant is killed when a test fails within five minutes. An error outside a test, such as
+one of the compiler, is not a kill. Mutants of kernels for instruction sets that the machine lacks survive there: their
+tests are skipped.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -41,12 +46,13 @@ import typer
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
 RESULTS = LISTS / "results.md"
-COPY = ROOT / "build" / "mutants" / "tree"
-NATIVE = ROOT / "build" / "mutants" / "native"
+COPIES = ROOT / "build" / "mutants"
 LIBRARY = "libfastattention_cpu.so"
+INTACT = COPIES / LIBRARY  # the native library of unbroken code
 CPU_KERNELS = ("fastattention/backends/cpu/kernels/", "fastattention/backends/common/tile_range.hpp")
-LIMIT = 120  # seconds a selection may take, in each tier
+LIMIT = 300  # seconds a selection may take, in each tier
 TIERS = ("quick", "all")
+PASSED, SKIPPED = "every test passed", "every test was skipped"  # e.g. for want of an instruction set
 ENVIRONMENTS = {"main": ".venv", "ascend": ".venv-ascend"}
 
 
@@ -148,104 +154,109 @@ def _selects(mutant: Mutant, test_id: str) -> bool:
 
 
 class Copy:
-    """A copy of the source tree with environments that import it, and not the tree that they were installed from."""
+    """A copy of the source tree with environments that import it, and not the tree that they were installed from.
 
-    def __init__(self) -> None:
+    cores: those that its tests run on, with as many threads, and its compiler.
+    """
+
+    def __init__(self, number: int, cores: Sequence[int]) -> None:
+        self.cores = cores
+        self._folder = COPIES / str(number)
+        self._report = self._folder / "report.xml"
+        self._tree = self._folder / "tree"
+        self._library = self._tree / "fastattention" / "backends" / "cpu" / LIBRARY
         self._sync()
         for name in ENVIRONMENTS.values():
             if (ROOT / name).exists():
                 self._make_environment(name)
-        self._library = COPY / "fastattention" / "backends" / "cpu" / LIBRARY
-        self.build()
-        self._intact = NATIVE / f"intact-{LIBRARY}"
-        shutil.copy2(self._library, self._intact)
+        self._check_imports()
 
     def _sync(self) -> None:
         """Copies files that git tracks or would track, without touching unchanged ones."""
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+        listed = _checked(["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"])
         names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
         for name in names:
-            source, target = ROOT / name, COPY / name
+            source, target = ROOT / name, self._tree / name
             if not target.exists() or target.read_bytes() != source.read_bytes():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, target)
-        for path in COPY.rglob("*"):
-            top = path.relative_to(COPY).parts[0]
-            ignored = top in ("build", *ENVIRONMENTS.values()) or "__pycache__" in path.parts or path.name == LIBRARY
-            if path.is_file() and not ignored and str(path.relative_to(COPY)) not in names:
+        for path in self._tree.rglob("*"):
+            within = path.relative_to(self._tree)
+            ignored = within.parts[0] in ("build", *ENVIRONMENTS.values()) or "__pycache__" in within.parts
+            if path.is_file() and not ignored and path != self._library and str(within) not in names:
                 path.unlink()
 
     def _make_environment(self, name: str) -> None:
-        """Makes an environment with the copy and the packages of the original, without editable installations.
+        """Makes an environment of the original's Python that imports the copy first, then what the original imports.
 
-        A line of a .pth file is added to the path; .pth files in the folder that it names are not read.
+        Its path holds the folders in which the original looks. Those that .pth files name are among them, but not the
+        hooks by which packages are installed editable.
         """
-        if not (COPY / name).exists():
-            venv.create(COPY / name, symlinks=True)
-        (packages,) = (ROOT / name).glob("lib/python*/site-packages")
-        (target,) = (COPY / name).glob("lib/python*/site-packages")
-        (target / "copy.pth").write_text(f"{COPY}\n{packages}\n")
+        python = str(ROOT / name / "bin" / "python")
+        _checked([python, "-m", "venv", "--clear", "--without-pip", "--symlinks", str(self._tree / name)])
+        folders = _checked([python, "-c", "import sys; print(*sys.path[1:], sep='\\n')"])
+        (target,) = (self._tree / name).glob("lib/python*/site-packages")
+        (target / "copy.pth").write_text(f"{self._tree}\n{folders}")
 
-    def build(self) -> None:
-        """Builds the native library where it is out of date. Raises BrokenRunError."""
-        if not (NATIVE / "CMakeCache.txt").exists():
-            # This compiles in a third of the time of -O3. Kernels inline by attribute, so their results stay the same.
-            optimize = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
-            _checked(["cmake", "-S", str(COPY), "-B", str(NATIVE), *optimize])
-        _checked(["cmake", "--build", str(NATIVE), "--parallel", str(len(os.sched_getaffinity(0)))])
-        (built,) = NATIVE.glob(f"fastattention/**/{LIBRARY}")
-        shutil.copy2(built, self._library)
-
-    def check_imports(self) -> None:
+    def _check_imports(self) -> None:
         """Raises BrokenRunError unless the copy is what its environment imports."""
         code = "import fastattention; print(fastattention.__file__)"
-        imported = _checked([str(COPY / ".venv" / "bin" / "python"), "-P", "-c", code]).strip()
-        if imported != str(COPY / "fastattention" / "__init__.py"):
+        imported = _checked([str(self._tree / ".venv" / "bin" / "python"), "-c", code], cwd=self._folder).strip()
+        if imported != str(self._tree / "fastattention" / "__init__.py"):
             raise BrokenRunError(f"the copy's environment imports {imported}")
+
+    def build(self) -> Path:
+        """Builds the native library, as far as it is not up to date, and returns it. Raises BrokenRunError."""
+        native = self._folder / "native"
+        if not (native / "CMakeCache.txt").exists():
+            # Compiles in a third of the time of -O3. Kernels inline by attribute, and their results stay the same.
+            optimize = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+            _checked(["cmake", "-S", str(self._tree), "-B", str(native), *optimize])
+        _checked(["cmake", "--build", str(native), "--parallel", str(len(os.sched_getaffinity(0)))])
+        (built,) = native.glob(f"fastattention/**/{LIBRARY}")
+        return built
 
     def run(self, mutant: Mutant) -> Result:
         """Breaks the copy, runs the tests, and repairs it. Raises BrokenRunError."""
-        path = COPY / mutant.file
+        path = self._tree / mutant.file
         intact = path.read_text()
         try:
             path.write_text(intact.replace(mutant.old, mutant.new))
-            if mutant.is_native:
-                self.build()
-            return self.test(mutant)
+            return self.test(mutant, self.build() if mutant.is_native else INTACT)
         finally:
             path.write_text(intact)
-            shutil.copy2(self._intact, self._library)
 
-    def test(self, mutant: Mutant) -> Result:
+    def test(self, mutant: Mutant, library: Path = INTACT) -> Result:
         """Runs the tests of a mutant, by tier, until one fails. Raises BrokenRunError."""
+        shutil.copy2(library, self._library)
         begin = time.monotonic()
         for tier in TIERS if mutant.env == "main" else TIERS[-1:]:  # `make test` runs nothing in other environments
             failed = self._first_failure(mutant, tier)
             if failed is not None:
                 return Result(mutant, tier, failed, time.monotonic() - begin)
-        return Result(mutant, None, "every test passed", time.monotonic() - begin)
+        ran = any(case.find("skipped") is None for case in ElementTree.parse(self._report).iter("testcase"))
+        return Result(mutant, None, PASSED if ran else SKIPPED, time.monotonic() - begin)
 
     def _first_failure(self, mutant: Mutant, tier: str) -> str | None:
-        report = NATIVE / "report.xml"
-        report.unlink(missing_ok=True)
-        python = COPY / ENVIRONMENTS[mutant.env] / "bin" / "python"
+        log = self._folder / "log.txt"
+        self._report.unlink(missing_ok=True)
+        python = self._tree / ENVIRONMENTS[mutant.env] / "bin" / "python"
         command = [str(python), "-m", "pytest", *mutant.selection, "-x", "--tier", tier, "-p", "no:cacheprovider"]
-        command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
+        command += ["-o", "junit_family=xunit1", f"--junitxml={self._report}"]
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         try:
-            done = subprocess.run(
-                command, cwd=COPY, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-            )
+            with log.open("wb") as output:  # no pipe: processes that a killed test leaves behind would keep it open
+                done = subprocess.run(
+                    command, cwd=self._tree, env=environment, stdout=output, stderr=output, timeout=LIMIT, check=False
+                )
         except subprocess.TimeoutExpired:
             raise BrokenRunError(f"no verdict of tier {tier} after {LIMIT} s") from None
         if done.returncode == 0 or (done.returncode == 5 and tier != TIERS[-1]):  # 5: no test selected
             return None
-        failures = list(_failures(report)) if report.exists() else []
+        failures = list(_failures(self._report)) if self._report.exists() else []
         if done.returncode != 1 or not failures:
-            raise BrokenRunError(f"pytest ended with {done.returncode} and no failed test:\n{done.stdout[-3000:]}")
+            said = log.read_text(errors="replace")[-3000:]
+            raise BrokenRunError(f"pytest ended with {done.returncode} and no failed test:\n{said}")
         return failures[0]
 
 
@@ -256,11 +267,38 @@ def _failures(report: Path) -> Iterator[str]:
             yield f"{case.get('file', '').removeprefix('tests/')}::{case.get('name')}"
 
 
-def _checked(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _checked(command: Sequence[str], cwd: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BrokenRunError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
+
+
+def run_all(mutants: Sequence[Mutant], control: bool, workers: int) -> list[Result]:
+    """Results of mutants, in their order; of their tests on unbroken code when `control`. Raises BrokenRunError."""
+    cores = sorted(os.sched_getaffinity(0))
+    bounds = [i * len(cores) // workers for i in range(workers + 1)]
+    shares = [cores[begin:end] or cores for begin, end in itertools.pairwise(bounds)]
+    idle: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+
+    def run(mutant: Mutant) -> Result:
+        copy = idle.get()
+        os.sched_setaffinity(0, copy.cores)  # of this thread, and of the processes that it starts
+        try:
+            result = copy.test(mutant) if control else copy.run(mutant)
+        except BrokenRunError as error:
+            result = Result(mutant, None, str(error), 0.0)
+        finally:
+            idle.put(copy)
+        print(f"{result.seconds:5.0f} s  {result.tier or '-':6} {mutant.name}: {result.test}", flush=True)
+        return result
+
+    with ThreadPoolExecutor(workers) as pool:
+        copies = list(pool.map(Copy, range(workers), shares))
+        shutil.copy2(copies[0].build(), INTACT)
+        for copy in copies:
+            idle.put(copy)
+        return list(pool.map(run, mutants))
 
 
 def table(results: Sequence[Result], minutes: float) -> str:
@@ -282,7 +320,7 @@ def table(results: Sequence[Result], minutes: float) -> str:
     ]
     for result in results:
         cells = (result.mutant.name, result.mutant.area, result.mutant.why, result.tier or "survived")
-        test = result.test.replace("|", "\\|")
+        test = result.test.partition("\n")[0].replace("|", "\\|")
         lines.append(f"| {' | '.join(cells)} | {result.seconds:.0f} | `{test}` |")
     return "\n".join(lines) + "\n"
 
@@ -292,6 +330,7 @@ def main(
     show: Annotated[bool, typer.Option("--list", help="Only print names and promises.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check the lists.")] = False,
     control: Annotated[bool, typer.Option("--control", help="Run the tests on unbroken code: all must pass.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Mutants at a time; default: one for two cores.")] = None,
     output: Annotated[Path, typer.Option(help="Where the table goes when every mutant was run.")] = RESULTS,
 ) -> None:
     """Break the code in small ways, one at a time, and see which test fails."""
@@ -308,21 +347,11 @@ def main(
     if show or check:
         return
     begin = time.monotonic()
-    copy = Copy()
-    copy.check_imports()
-    results = []
-    for mutant in chosen:
-        try:
-            result = copy.test(mutant) if control else copy.run(mutant)
-        except BrokenRunError as error:
-            result = Result(mutant, None, str(error), 0.0)
-        results.append(result)
-        state = f"{result.seconds:5.0f} s  {result.tier or '-':6} {mutant.name}: {result.test}"
-        print(state, flush=True)
+    results = run_all(chosen, control, min(workers or max(1, len(os.sched_getaffinity(0)) // 2), len(chosen)))
     killed = sum(result.tier is not None for result in results)
     print(f"{killed} killed, {len(results) - killed} not")
     if control:
-        wrong = [result for result in results if result.test != "every test passed"]
+        wrong = [result for result in results if result.test not in (PASSED, SKIPPED)]
     else:
         wrong = [result for result in results if result.tier is None]
         if not names:

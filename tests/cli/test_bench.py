@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiers import deep, slow
 
+from fastattention.cli.bench import record
 from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.peaks import Limits
@@ -91,7 +92,7 @@ def test_unknown_question_is_refused(run_command: Callable[..., Finished]) -> No
 def test_without_matplotlib_there_is_json_and_a_hint(
     run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: None)
     exit_code, output = run_command("bench", "overhead", "--seqlen", 16, "--seconds", 0, "--output", "results")
     assert exit_code == 0
     assert "pip install '.[plot]' in the source tree" in output

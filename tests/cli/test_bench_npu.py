@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from fastattention.cli.bench import npu
 from fastattention.errors import ArgumentError
-
-
-class Event:
-    """An event of a processor."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Event) -> float:
-        return (end.at - self.at) * 1e3
 
 
 @pytest.fixture(autouse=True)
 def processor_as_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu, "DEVICE", "cpu")
     monkeypatch.setattr(npu, "TOKENS", 32)
-    monkeypatch.setattr(torch.cpu, "Event", Event, raising=False)
 
 
 def test_who_cannot_run_is_listed_with_its_reason() -> None:

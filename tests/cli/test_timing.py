@@ -73,9 +73,9 @@ def test_calls_on_a_device_take_turns_in_an_order_of_their_own(clock: Clock, mon
         def elapsed_time(self, end: Event) -> float:
             return (end.at - self.at) * 1e3
 
-    monkeypatch.setattr(torch.cpu, "Event", Event, raising=False)
+    monkeypatch.setattr(torch.mps, "Event", Event, raising=False)
     calls = {name: clock.make(name, 9.0, 9.0, seconds) for name, seconds in {"a": 1.0, "b": 2.0}.items()}
-    assert timing.interleaved_on_device(calls, rounds=8, calls_per_turn=3, device="cpu") == {"a": 1.0, "b": 2.0}
+    assert timing.interleaved_on_device(calls, rounds=8, calls_per_turn=3, device="mps") == {"a": 1.0, "b": 2.0}
     turns = "".join(clock.order[4:])
     rounds = {turns[first : first + 6] for first in range(0, len(turns), 6)}
     assert rounds == {"aaabbb", "bbbaaa"}

@@ -10,6 +10,7 @@ from fastattention.cli.bench.peaks import limit_loop
 from fastattention.cli.bench.peers import Peer, Prepared
 from fastattention.cli.bench.timing import Timing, interleaved
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_tensors
+from fastattention.cli.console import first_line
 
 _LIMIT = "the limit itself"  # takes its turns beside the peers
 
@@ -73,7 +74,6 @@ def _first_call(workload: BenchWorkload, tensors: Tensors, peer: Peer, prepared:
         ready = peer.prepare(workload, tensors)
         error = max_error(workload, tensors, ready.output(ready.call()))
     except (RuntimeError, MemoryError) as failure:
-        first_line = next(iter(str(failure).splitlines()), "")
-        return Measurement(workload, peer.name, reason=f"{type(failure).__name__}: {first_line}")
+        return Measurement(workload, peer.name, reason=f"{type(failure).__name__}: {first_line(failure)}")
     prepared[peer.name] = ready
     return Measurement(workload, peer.name, ready.detail, max_error=error)

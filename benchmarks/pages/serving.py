@@ -42,15 +42,14 @@ def build() -> str:
     blocks = [INTRODUCTION]
     for name, title in (("serving_cpu", "CPU: 100M parameters"), ("serving_gpu", "GPU: the shape of LLaMA-3-8B")):
         result = Result.load(name)
-        device = result.gpu if name == "serving_gpu" else result.processor
-        blocks += [f"## {title}", *_batching(result, result.provenance(device))]
-    soak = Result.load("serving_soak")
-    blocks += ["## A server under load", _soak(soak), soak.provenance(soak.processor)]
+        blocks += result.sourced(f"## {title}", *batching(result.data))
+    result = Result.load("serving_soak")
+    blocks += ["## A server under load", soak(result.data), result.provenance(result.device)]
     return page("Serving", *blocks)
 
 
-def _batching(result: Result, provenance: str) -> list[str]:
-    data = result.data
+def batching(data: dict[str, Any]) -> list[str]:
+    """Tokens a second by each setting, beside the bounds."""
     rates = {_rate(data, one): one for one in data["records"]}
     best = {
         name: max(rate for rate, one in rates.items() if one["implementation"] == name)
@@ -70,7 +69,7 @@ def _batching(result: Result, provenance: str) -> list[str]:
     headings = ["continuous batching with", "new tokens a second", "beside, MB", "vs the best of `sdpa`"]
     bounds = BOUNDS.format_map({name: seconds(value) for name, value in data["bounds"].items()})
     taken = seconds(data["requests"] * data["new_tokens"] / best["fast_attention"])
-    blocks = [what, table(headings, rows), provenance, f"{bounds} Ours took {taken}."]
+    blocks = [what, table(headings, rows), f"{bounds} Ours took {taken}."]
     if "vllm" in data:
         ours, theirs = (data["vllm"]["rates"][name] for name in ("vLLM with the plugin", "vLLM"))
         texts = {"ours": number(ours), "theirs": number(theirs), "ratio": ratio(ours / theirs)}
@@ -83,8 +82,8 @@ def _rate(data: dict[str, Any], one: dict[str, Any]) -> float:
     return float(data["requests"] * data["new_tokens"] / median(one["seconds"]))
 
 
-def _soak(result: Result) -> str:
-    data = result.data
+def soak(data: dict[str, Any]) -> str:
+    """How requests ended, and what the server took."""
     kinds = {"whole": "whole answers", "stream": "streams", "left": "streams that were left", "nonsense": "nonsense"}
     ends = ", ".join(f"{data['ends'][kind]} {name}" for kind, name in kinds.items())
     return SOAK.format(

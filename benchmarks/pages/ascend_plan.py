@@ -111,7 +111,7 @@ def _gains(records: list[dict[str, Any]]) -> str:
 
 
 def _causes(records: list[dict[str, Any]]) -> str:
-    shown = [one for one in records if one["seqlen"] in (8192, 32768)]
+    shown = [one for one in records if one["seqlen"] in (8192, 32768)] or records[-1:]
     names = [cause["name"] for cause in shown[0]["causes"]]
     rows = []
     for index, name in enumerate(names):

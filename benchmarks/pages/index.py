@@ -38,7 +38,10 @@ fastattention bench                 # this machine's CPU and its GPU or NPU
 fastattention bench gpu gpu_decode gpu_backward  # its GPU only
 python benchmarks/pages             # these pages, from the result files
 python benchmarks/pages --check     # fails where they differ from the result files
-```"""
+```
+
+Some results name scripts that the command has replaced: what `benchmarks/prefill.py` measured, `fastattention bench
+prefill` does."""
 
 
 def build() -> str:

@@ -129,4 +129,4 @@ def times(records: list[dict[str, Any]]) -> str:
         most = [f"{exact / rest:.2f}x"] if rest else []
         rows.append([one["path"], call, seconds(exact), seconds(int8), ratio(exact / int8), *most])
     columns = ["kernels", "call", "exact", "int8", "exact / int8", "at most"]
-    return table(columns[: len(rows[0])], rows, text_columns=2)
+    return table(columns[: max(map(len, rows), default=len(columns))], rows, text_columns=2)

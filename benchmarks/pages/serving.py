@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from statistics import median
 from typing import Any
 
@@ -30,10 +31,10 @@ parameters: {ends}. None was lost, none got another answer than it should. Resid
 first minute, {peak} at most afterwards."""
 
 GRAPHS = {
-    "True": ", CUDA graphs of all steps",
-    "[False, True]": ", CUDA graphs of steps without prompts (default)",
-    "False": ", no CUDA graphs",
-    "None": "",
+    "true": ", CUDA graphs of all steps",
+    "[false, true]": ", CUDA graphs of steps without prompts (default)",
+    "false": ", no CUDA graphs",
+    "null": "",
 }
 
 
@@ -58,7 +59,7 @@ def batching(data: dict[str, Any]) -> list[str]:
     rows = []
     for rate, one in rates.items():
         settings = one["settings"]
-        graphs = GRAPHS[str(settings.get("use_cuda_graph"))]
+        graphs = GRAPHS[json.dumps(settings.get("use_cuda_graph"))]
         beside = f"{one['peak_bytes'] / 1e6:.0f}"
         line = f"`{one['implementation']}`, {settings['max_batch_tokens']} tokens a batch{graphs}"
         rows.append([line, number(rate), beside, f"{rate / best['sdpa']:.2f}x"])

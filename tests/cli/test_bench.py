@@ -16,7 +16,7 @@ from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.peaks import Limits
 from fastattention.cli.bench.report import Report, fastattention_speedup, fraction_of_limit
-from fastattention.cli.bench.suite import full_suite, quick_suite
+from fastattention.cli.bench.suite import QUESTIONS, full_suite, quick_suite
 from fastattention.cli.bench.timing import Timing
 from fastattention.cli.bench.workload import BenchWorkload
 
@@ -63,6 +63,27 @@ def test_bench_answers_every_question(
         assert {one["workload"]["label"] for one in report["measurements"]} == {one.label for one in workloads}
         assert (tmp_path / "results" / f"{question}.png").read_bytes().startswith(b"\x89PNG")
         assert all(workload.label in output for workload in workloads)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("question", "sizes"),
+    [
+        ("prefill", {"seqlen": 16}),
+        ("decode", {"grouped_keys": 64, "keys": 32}),
+        ("packed", {"longest": 64}),
+        ("backward", {"seqlen": 64, "long": 128}),
+        ("overhead", {}),
+    ],
+)
+def test_a_question_is_answered_by_numbers_and_a_picture(
+    question: str, sizes: dict[str, int], known_limits: Limits, tmp_path: Path
+) -> None:
+    sessions.run_question(question, QUESTIONS[question](**sizes), 0.0, tmp_path)
+    measurements = json.loads((tmp_path / f"{question}.json").read_text())["measurements"]
+    assert all(one["seconds"] is not None for one in measurements if one["peer"] == "fastattention")
+    assert {one["peer"] for one in measurements} >= {"fastattention"}
+    assert (tmp_path / f"{question}.png").stat().st_size > 0
 
 
 @slow

@@ -112,7 +112,7 @@ def record(workload: LinearWorkload, device: str, rounds: int) -> dict[str, Any]
         if device == "cuda":
             seconds = gpu_seconds(workload, calls, rounds)
         else:
-            seconds = {name: taken.median for name, taken in timing.interleaved(calls, CPU_SECONDS).items()}
+            seconds = timing.median_seconds(calls, CPU_SECONDS)
     return {**asdict(workload), "state_bytes": workload.state_bytes, "seconds": seconds, "reasons": reasons}
 
 

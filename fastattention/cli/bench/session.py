@@ -27,7 +27,7 @@ class Session:
 
 
 def run_question(question: str, workloads: list[BenchWorkload], seconds: float, directory: Path) -> None:
-    """Answer and publish a single question: what the scripts in benchmarks/ do."""
+    """Answer and publish a single question."""
     session = start_session()
     show_header(session)
     publish(answer(session, question, workloads, seconds), directory)

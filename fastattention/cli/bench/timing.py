@@ -80,12 +80,8 @@ def interleaved_on_device(
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
-def median_seconds(
-    calls: Mapping[str, Callable[[], object]], device: str, seconds: float, rounds: int
-) -> dict[str, float]:
-    """Of a call, all in turns: for about `seconds` in all on a CPU, in `rounds` on a device."""
-    if device != "cpu":
-        return interleaved_on_device(calls, rounds, device=device)
+def median_seconds(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Of a call, by `interleaved`, after one call that is not counted."""
     for call in calls.values():
         call()
     return {name: timing.median for name, timing in interleaved(calls, seconds).items()}

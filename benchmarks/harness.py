@@ -28,9 +28,12 @@ def publish(path: Path, figures: Mapping[str, Any], *blocks: str, draw: Callable
 
 
 def show(*blocks: str) -> None:
-    """Print headings, text and tables in Markdown."""
+    """Print headings, text and tables in Markdown, which a terminal shows rendered and a file as it is."""
     for block in blocks:
-        OUTPUT.print(Markdown(block))
+        if OUTPUT.is_terminal:
+            OUTPUT.print(Markdown(block))
+        else:
+            print(block, end="\n\n")
 
 
 def run_again(script: str, *arguments: str, **environment: str) -> Any:

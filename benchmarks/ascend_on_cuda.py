@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import typer
+from harness import RESULTS
 
 from fastattention.attention.problem import Problem
 from fastattention.backends.ascend import call
@@ -28,9 +29,7 @@ from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench import gpu
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.machine import describe_machine
-from fastattention.gpu_runtime.chips import arch_of
 
-RESULTS = Path(__file__).parent / "results"
 CTAS_PER_MULTIPROCESSOR = 2
 
 
@@ -100,11 +99,9 @@ def tiling(problem: Problem) -> Tiling:
 
 def main(rounds: int = 9, output: Path = RESULTS) -> None:
     """Measure the current GPU; write ascend_on_cuda.json into `output`."""
-    major, minor = torch.cuda.get_device_capability()
-    arch = arch_of(10 * major + minor)
+    arch = gpu.newest_path()
     backends = {f"fastattention sm{arch}": CudaBackend(arch), "Triton kernel": UpstreamTritonBackend()}
-    machine: dict[str, Any] = {**describe_machine(), "capability": 10 * major + minor}
-    machine["triton"] = importlib.import_module("triton").__version__
+    machine = {**describe_machine(), "triton": importlib.import_module("triton").__version__}
     report = {"machine": machine, "measurements": gpu.measure(backends, gpu.FULL_SEQLENS, rounds)}
     write_record(output / "ascend_on_cuda.json", report)
 

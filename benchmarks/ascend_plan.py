@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
+from harness import RESULTS, publish
+from pages import ascend_plan
 
 from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
@@ -30,11 +30,8 @@ from fastattention.backends.ascend.simulator.tiles import Tiling
 from fastattention.backends.ascend.simulator.whole_chip import predict, simulated_operations
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import tiling_for
-from fastattention.cli.bench.record import write_record
-from fastattention.cli.console import OUTPUT, errors_as_messages
-from fastattention.cli.machine import describe_machine
+from fastattention.cli.console import errors_as_messages
 
-RESULTS = Path(__file__).parent / "results"
 CHIP = published.MEASURED_CHIP
 HARDWARE_HANDOVER = 1000  # cycles: the other published figure of a synchronization, fitted to hardware
 DRAWN_MICROSECONDS, DRAWN_TILES = 14.0, 12
@@ -49,7 +46,6 @@ def main(longest: int = 131072, output: Path = RESULTS) -> None:
         seqlens = [1024 << step for step in range((longest // 1024).bit_length())]
         record: Record = {
             "note": "Times and rates are predicted by a simulator, except where a name begins with measured.",
-            "machine": describe_machine(),
             "chip": asdict(CHIP),
             "costs": asdict(DEFAULT_COSTS),
             "calibration": calibration(),
@@ -63,8 +59,7 @@ def main(longest: int = 131072, output: Path = RESULTS) -> None:
             "mask": [mask(seqlen) for seqlen in seqlens],
             "best": list(best()),
         }
-        write_record(output / "ascend_plan.json", record)
-        show(record)
+        publish(output / "ascend_plan.json", record, *ascend_plan.sections(record))
         draw(output)
 
 
@@ -248,46 +243,6 @@ def _best(workload: SimulatedCall, tiling: Tiling, chip: Chip, kernel: str) -> R
         "predicted_tflops": prediction.tflops,
         "fraction_of_peak": prediction.fraction_of_peak,
     }
-
-
-def show(record: Record) -> None:
-    """Print the tables that the documentation quotes."""
-    _print("Calibration: cycles of a stage", record["calibration"])
-    _print("Validation: 910B2, one head of 128, microseconds", record["validation"])
-    _print("Validation: few busy cores, two hosts", record["few_cores"])
-    _print("Published too, shown and not judged", record["shown_not_judged"])
-    for name in ("gains", "gains_causal"):
-        for one in record[name]:
-            heading = f"{one['seqlen']} tokens, {one['nheads']} heads{', causal' * one['causal']}: {_tiles(one)}"
-            _print(heading, [*one["ablation"]])
-            _print("two-level tiling is faster by", one["causes"])
-    _print("Two-level over unified tiling if something were otherwise", record["sensitivity"])
-    rows = [
-        {
-            "seqlen": one["seqlen"],
-            "causal": one["causal"],
-            **{f"gain over {kind.value}": one[kind.value]["gain"] for kind in StandardKind},
-        }
-        for one in record["standard"]
-    ]
-    _print(f"Over standard attention; the paper has up to {published.PAPER_GAIN}", rows)
-    columns = ("kernel", "chip", "headdim", "dtype", "predicted_tflops", "peak_tflops")
-    rows = [{name: one[name] for name in columns} for one in record["best"]]
-    _print(f"Best plans at 32K; the paper has {published.PAPER_TFLOPS} TFLOPS", rows)
-
-
-def _tiles(one: Record) -> str:
-    tiling = one["tiling"]
-    return f"tiles {tiling['outer_tile_m']} x {tiling['outer_tile_n']}, slices of {tiling['inner_tile_m']} rows"
-
-
-def _print(heading: str, rows: list[Record]) -> None:
-    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    OUTPUT.print(table)
 
 
 def draw(output: Path) -> None:

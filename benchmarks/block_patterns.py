@@ -25,25 +25,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import typer
-from rich.table import Table
-from torch import Tensor, nn
+from demo_model import TEXT, DemoModel, read_text
+from harness import RESULTS, publish
+from pages import block_sparse
+from torch import Tensor
 from torch.nn import functional
 
-import fastattention
 from fastattention import fast_attn_func
-from fastattention.cli.bench.record import write_record
-from fastattention.cli.console import OUTPUT
 from fastattention.sparse import density, streaming, strided, top_p_blocks
 from fastattention.threads import get_num_threads
 
-RESULTS = Path(__file__).parent / "results"
-MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
-TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 BLOCKS = (64, 128)
 LETTERS, GIVEN = 12, 3  # letters of an identifier, and those that its second use gives
 DISTANCES = (768, 1536)  # bytes from the definition to the use; 0 to 127 are added
@@ -84,16 +81,13 @@ def main(
 ) -> None:
     """Read `tokens` of text; look for needles in 4096 to `longest` tokens; write block_patterns.json into `output`."""
     torch.set_num_threads(get_num_threads())
-    reader = Reader()
-    text = text_figures(reader, tokens)
-    identifier = identifier_figures(reader, identifiers)
+    model = DemoModel()
+    text = text_figures(model, tokens)
+    identifier = identifier_figures(model, identifiers)
     lengths = [seqlen for seqlen in (4096, 16384) if seqlen <= longest] or [longest]
     needles = [needle_figures(seqlen, kind, seeds) for seqlen in lengths for kind in KINDS]
-    show_text(text)
-    show_identifiers(identifier)
-    for one in needles:
-        show_needles(one)
-    write_record(output / "block_patterns.json", {"text": text, "identifiers": identifier, "needles": needles})
+    figures = {"text": text, "identifiers": identifier, "needles": needles}
+    publish(output / "block_patterns.json", figures, *block_sparse.losses(figures))
 
 
 def patterns() -> Iterator[Pattern]:
@@ -134,46 +128,28 @@ def _top_p(p: float) -> Pattern:
     return Pattern(f"top_p_blocks, {p}", choose)
 
 
-class Reader:
-    """The demo model, dense or with a pattern in every layer."""
-
-    def __init__(self) -> None:
-        from transformers import AttentionInterface, LlamaForCausalLM
-
-        AttentionInterface.register("block_patterns", self.attend)
-        self.model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="block_patterns")
-        self.pattern: Pattern | None = None
-        self.block = BLOCKS[0]
-        self.layers: list[tuple[Tensor, Tensor]] = []  # q, k of the last run
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, None]:
-        """One layer. q, k, v: (batch_size, heads, seqlen, headdim), after rotary embedding."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        self.layers.append((q, k))
-        if self.pattern is None:
-            return fast_attn_func(q, k, v, causal=True), None
-        mask = self.pattern.choose(q, k, self.block)
-        return fast_attn_func(q, k, v, causal=True, block_mask=mask, block_size=self.block), None
-
-    def read(self, tokens: Tensor, pattern: Pattern | None = None, block: int = BLOCKS[0]) -> tuple[Tensor, Tensor]:
-        """Bits of each token but the first, and whether it was the likeliest. Both (batch_size, seqlen - 1)."""
-        self.pattern, self.block = pattern, block
-        self.layers.clear()
-        with torch.no_grad():
-            logits = self.model(tokens).logits[:, :-1]
-        targets = tokens[:, 1:]
-        bits = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none") / math.log(2)
-        return bits, logits.argmax(dim=-1) == targets
+def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, block: int) -> Tensor:
+    """Causal attention, dense or with a pattern."""
+    mask, size = (None, None) if pattern is None else (pattern.choose(q, k, block), block)
+    out: Tensor = fast_attn_func(q, k, v, causal=True, block_mask=mask, block_size=size)
+    return out
 
 
-def text_figures(reader: Reader, tokens: int) -> dict[str, Any]:
+def read(
+    model: DemoModel, tokens: Tensor, pattern: Pattern | None = None, block: int = BLOCKS[0]
+) -> tuple[Tensor, Tensor]:
+    """Bits of each token but the first, and whether it was the likeliest. Both (batch_size, seqlen - 1)."""
+    logits, targets = model.read(tokens, partial(attend, pattern=pattern, block=block)), tokens[:, 1:]
+    bits = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none") / math.log(2)
+    return bits, logits.argmax(dim=-1) == targets
+
+
+def text_figures(model: DemoModel, tokens: int) -> dict[str, Any]:
     """Density, recall and bits per byte of every pattern, on one text."""
-    text = torch.tensor([[0, *TEXT.read_bytes()]])[:, :tokens]
+    text = read_text(tokens)
     half = text.shape[1] // 2
-    dense, _ = reader.read(text)
-    layers = list(reader.layers)
+    dense, _ = read(model, text)
+    layers = [(q, k) for q, k, _ in model.layers]
     shares = torch.stack([block_shares(q, k) for q, k in layers])
     records = []
     for block in BLOCKS:
@@ -181,7 +157,7 @@ def text_figures(reader: Reader, tokens: int) -> dict[str, Any]:
             masks = torch.cat([pattern.choose(q, k, block) for q, k in layers])  # (layers, nheads, rows, columns)
             kept = masks.repeat_interleave(block // BLOCKS[0], 2).repeat_interleave(block // BLOCKS[0], 3)
             recalls = (shares * kept[:, :, : shares.shape[2], : shares.shape[3]]).sum(dim=(2, 3)) / text.shape[1]
-            bits, _ = reader.read(text, pattern, block)
+            bits, _ = read(model, text, pattern, block)
             records.append({
                 "pattern": pattern.name, "block": block, "density": causal_density(masks, text.shape[1], block),
                 "recall": float(recalls.mean()), "recall_lowest_head": float(recalls.min()),
@@ -216,14 +192,14 @@ def block_shares(q: Tensor, k: Tensor) -> Tensor:
     return torch.stack(rows, dim=1)
 
 
-def identifier_figures(reader: Reader, count: int) -> dict[str, Any]:
+def identifier_figures(model: DemoModel, count: int) -> dict[str, Any]:
     """Bits of a letter that is known from a definition, and the share guessed, by distance and pattern."""
     texts = {distance: identifier_texts(distance, count, defined=True) for distance in DISTANCES}
 
     def figures(texts: dict[int, list[Tensor]], pattern: Pattern | None, block: int) -> dict[str, Any]:
         bits, guessed = {}, {}
         for distance, tokens in texts.items():
-            letters = [[of[0, GIVEN - LETTERS :] for of in reader.read(text, pattern, block)] for text in tokens]
+            letters = [[of[0, GIVEN - LETTERS :] for of in read(model, text, pattern, block)] for text in tokens]
             bits[str(distance)] = float(torch.cat([of for of, _ in letters]).mean())
             guessed[str(distance)] = float(torch.cat([of for _, of in letters]).float().mean())
         return {"bits": bits, "guessed": guessed}
@@ -354,41 +330,6 @@ def relative_error(out: Tensor, exact: Tensor) -> Tensor:
     """The norm of the difference over that of `exact`, of vectors along the last dimension."""
     errors: Tensor = (out - exact).norm(dim=-1) / exact.norm(dim=-1)
     return errors
-
-
-def show_text(text: dict[str, Any]) -> None:
-    """One row for each pattern; bits of the second half in brackets."""
-    table = Table(
-        "pattern", "block", "density", "recall", "lowest head", "bits per byte",
-        title=f"{text['tokens']} tokens; dense {text['bits']:.3f} ({text['bits_second_half']:.3f}) bits per byte",
-    )  # fmt: skip
-    for one in text["records"]:
-        shares = (f"{one[name]:.3f}" for name in ("density", "recall", "recall_lowest_head"))
-        bits = f"{one['bits']:.3f} ({one['bits_second_half']:.3f})"
-        table.add_row(one["pattern"], str(one["block"]), *shares, bits)
-    OUTPUT.print(table)
-
-
-def show_identifiers(figures: dict[str, Any]) -> None:
-    """One row for each pattern: bits of a letter, and the share guessed in brackets."""
-    table = Table("pattern", "block", *map(str, DISTANCES), title="bits of a letter (guessed), by distance")
-    ends = [{"pattern": name, "block": "", **figures[name]} for name in ("dense", "undefined")]
-    for one in (*ends, *figures["records"]):
-        cells = (f"{bits:.2f} ({one['guessed'][distance]:.0%})" for distance, bits in one["bits"].items())
-        table.add_row(one["pattern"], str(one["block"]), *cells)
-    OUTPUT.print(table)
-
-
-def show_needles(figures: dict[str, Any]) -> None:
-    """One row for each pattern: the share of the needles' keys that is kept, and the error in brackets."""
-    table = Table(
-        "pattern", "block", "density", *BANDS,
-        title=f"needles of {figures['needle']} in {figures['tokens']} tokens, dense error {figures['dense_error']:.3f}",
-    )  # fmt: skip
-    for one in figures["records"]:
-        cells = (f"{one['kept'][band]:.2f} ({one['error'][band]:.2f})" for band in BANDS)
-        table.add_row(one["pattern"], str(one["block"]), f"{one['density']:.3f}", *cells)
-    OUTPUT.print(table)
 
 
 if __name__ == "__main__":

@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from rich.table import Table
+from harness import RESULTS, publish
+from pages import block_sparse
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fastattention import explain, fast_attn_func
-from fastattention.cli.bench.record import write_record
-from fastattention.cli.bench.timing import interleaved, interleaved_on_device, time_call
+from fastattention.cli.bench.timing import in_turns, interleaved_on_device, median_seconds, time_call
 from fastattention.cli.bench.workload import DTYPES
-from fastattention.cli.console import OUTPUT
 from fastattention.threads import get_num_threads
 
-RESULTS = Path(__file__).parent / "results"
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 BLOCK, HEADDIM = 128, 128
 GPU_ROUNDS = 25
@@ -48,13 +46,12 @@ def main(
     """Write block_sparse_cpu.json or block_sparse_gpu.json into `output`. seconds: about, for each dtype on a CPU."""
     torch.set_num_threads(get_num_threads())
     records = [measure(device, seqlen, nheads, dtype, seconds) for dtype in dtypes.split(",")]
-    show(records)
     figures = {
         "question": "block_sparse", "seqlen": seqlen, "nheads": nheads, "headdim": HEADDIM, "block": BLOCK,
         "records": records, "mask": mask_seconds(device, seqlen, nheads),
     }  # fmt: skip
     name = "block_sparse_cpu" if device == "cpu" else "block_sparse_gpu"
-    write_record(output / f"{name}.json", figures)
+    publish(output / f"{name}.json", figures, block_sparse.times(records))
 
 
 def measure(device: str, seqlen: int, nheads: int, dtype: str, seconds: float) -> dict[str, Any]:
@@ -76,17 +73,8 @@ def measure(device: str, seqlen: int, nheads: int, dtype: str, seconds: float) -
     return {
         "dtype": dtype,
         "densities": {str(density): float(mask.float().mean()) for density, mask in masks.items()},
-        "seconds": median_seconds(calls, device, seconds),
+        "seconds": median_seconds(calls, seconds) if device == "cpu" else interleaved_on_device(calls, GPU_ROUNDS),
     }
-
-
-def median_seconds(calls: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
-    """Median seconds of each call, timed in turns."""
-    if device != "cpu":
-        return interleaved_on_device(calls, GPU_ROUNDS)
-    for call in calls.values():
-        call()
-    return {name: timing.median for name, timing in interleaved(calls, seconds).items()}
 
 
 def random_mask(seqlen: int, nheads: int, density: float, generator: torch.Generator) -> Tensor:
@@ -127,12 +115,10 @@ def mask_seconds(device: str, seqlen: int, nheads: int) -> dict[str, float]:
     mask = random_mask(seqlen, nheads, 0.1, torch.Generator(device).manual_seed(0))
     short, one = q[:, :64], mask[:, :, :1, :1]
 
-    def medians_of(calls: Sequence[Callable[[], object]], count: int) -> list[float]:
-        taken: list[list[float]] = [[] for _ in calls]
-        for _ in range(count):
-            for call, seconds in zip(calls, taken, strict=True):
-                seconds.append(time_call(call))
-        return [statistics.median(seconds) for seconds in taken]
+    def longer_by(calls: Mapping[str, Callable[[], object]], count: int) -> float:
+        taken = in_turns({name: functools.partial(time_call, call) for name, call in calls.items()}, count)
+        with_mask, without = map(statistics.median, taken.values())
+        return with_mask - without
 
     def short_call(**masked: Any) -> object:
         return fast_attn_func(short, short, short, **masked)
@@ -140,28 +126,11 @@ def mask_seconds(device: str, seqlen: int, nheads: int) -> dict[str, float]:
     def explained(**masked: Any) -> object:
         return explain(q, q, q, **masked)
 
-    with_mask, without = medians_of((lambda: short_call(block_mask=one), short_call), 5000)
+    dense = longer_by({"mask": lambda: short_call(block_mask=one), "none": short_call}, 5000)
     block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device=device)
     first = time_call(lambda: explained(block_mask=block_mask))
-    later, other = medians_of((lambda: explained(block_mask=block_mask), explained), 200)
-    return {"dense_mask": with_mask - without, "block_mask_first": first, "block_mask_later": later - other}
-
-
-def show(records: list[dict[str, Any]]) -> None:
-    """Prints milliseconds, and times relative to density x dense."""
-    table = Table("dtype", "density", "ours", "over density x dense", "FlexAttention", "FlexAttention / ours")
-    for record in records:
-        seconds = record["seconds"]
-        for what in ("dense", "nothing"):
-            table.add_row(record["dtype"], what, f"{seconds[what] * 1e3:.2f} ms", "", "", "")
-        for density, kept in record["densities"].items():
-            ours, flex = seconds[f"ours {density}"], seconds[f"flex {density}"]
-            over = ours / (kept * seconds["dense"])
-            table.add_row(
-                record["dtype"], f"{kept:.3f}", f"{ours * 1e3:.2f} ms", f"{over:.2f}x", f"{flex * 1e3:.2f} ms",
-                f"{flex / ours:.2f}x",
-            )  # fmt: skip
-    OUTPUT.print(table)
+    later = longer_by({"mask": lambda: explained(block_mask=block_mask), "none": explained}, 200)
+    return {"dense_mask": dense, "block_mask_first": first, "block_mask_later": later}
 
 
 if __name__ == "__main__":

@@ -10,32 +10,29 @@ ratio of its two medians is the noise. Attention's share of a token is measured 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
+from harness import RESULTS, publish
+from pages import cpu
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
-from fastattention.cli.bench.record import write_record
-from fastattention.cli.bench.report import in_words
+from fastattention.cli.bench.timing import in_turns, time_on_device
 from fastattention.cli.bench.whole_model.build import build, config_of
-from fastattention.cli.console import OUTPUT
+from fastattention.cli.bench.whole_model.decode import stepper
 from fastattention.integrations.transformers import NAME
-from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from fastattention.offload.model_shape import ModelShape
 
-RESULTS = Path(__file__).parent / "results"
 SHAPE = ModelShape(
     "llama-3.2-1b", num_layers=16, nheads=32, nheads_k=8, headdim=64, hidden_size=2048, intermediate_size=8192,
     vocab_size=128256, tied_embeddings=True,
@@ -58,13 +55,10 @@ def random_cache(model: Any, keys: int, dtype: torch.dtype) -> DynamicCache:
     return cache
 
 
-def turn(model: Any, cache: Any, tokens: int) -> float:
+def seconds_of_a_token(model: Any, cache: Any, tokens: int) -> float:
     """Seconds of a token, among several in a row. The cache is restored afterwards."""
-    token, before = torch.zeros(1, 1, dtype=torch.int64), [(layer.keys, layer.values) for layer in cache.layers]
-    start = time.perf_counter()
-    for _ in range(tokens):
-        token = model(token, **{CACHE_ARGUMENT: cache}, use_cache=True).logits[:, -1:].argmax(-1)
-    seconds = (time.perf_counter() - start) / tokens
+    before = [(layer.keys, layer.values) for layer in cache.layers]
+    seconds = time_on_device(stepper(model, torch.zeros(1, 1, dtype=torch.int64), cache), tokens, "cpu")
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         layer.keys, layer.values = keys, values
     return seconds
@@ -73,19 +67,21 @@ def turn(model: Any, cache: Any, tokens: int) -> float:
 def measure(model: Any, keys: int, dtype: torch.dtype, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
     """Seconds of a token, and of all attention calls in it, by each attention: medians of rounds in turns."""
     cache = random_cache(model, keys, dtype)
-    times: dict[str, list[float]] = {name: [] for name in ATTENTIONS}
-    shares: dict[str, list[float]] = {name: [] for name in ATTENTIONS}
-    for name in itertools.chain.from_iterable([*ATTENTIONS] for _ in range(rounds + 1)):
+
+    def turn(name: str) -> tuple[float, float]:
         implementation, threads = ATTENTIONS[name]
         model.set_attn_implementation(implementation)
         load_library().set_omp_team(threads())
-        times[name].append(turn(model, cache, tokens))
+        seconds = seconds_of_a_token(model, cache, tokens)
         with timed(implementation) as calls:
-            turn(model, cache, tokens)
-        shares[name].append(sum(calls) / tokens)
-    # The first round warms up.
-    medians = ({name: median(found[1:]) for name, found in each.items()} for each in (times, shares))
-    return dict(zip(("seconds", "attention_seconds"), medians, strict=True))
+            seconds_of_a_token(model, cache, tokens)
+        return seconds, sum(calls) / tokens
+
+    found = in_turns({name: partial(turn, name) for name in ATTENTIONS}, rounds, warm_up=1)
+    return {
+        what: {name: median(turn[index] for turn in turns) for name, turns in found.items()}
+        for index, what in enumerate(("seconds", "attention_seconds"))
+    }
 
 
 @contextmanager
@@ -106,22 +102,6 @@ def timed(implementation: str) -> Iterator[list[float]]:
         ALL_ATTENTION_FUNCTIONS.register(implementation, function)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints a table."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("dtype, keys", *ATTENTIONS):
-        table.add_column(heading, justify="left" if heading == "dtype, keys" else "right")
-    for row in rows:
-        seconds, shares = row["seconds"], row["attention_seconds"]
-        cells = [
-            f"{in_words(seconds[name])} ({seconds[SDPA] / seconds[name]:.2f}), {in_words(shares[name])}"
-            for name in ATTENTIONS
-        ]
-        table.add_row(f"{row['dtype']}, {row['keys']}", *cells)
-    OUTPUT.print(table)
-    OUTPUT.print("a token, in brackets how many times as fast as by sdpa, and the attention in it")
-
-
 @torch.inference_mode()
 def main(
     keys: str = "128,512,2048,4096,16384", dtypes: str = "bfloat16,float32", rounds: int = 9, tokens: int = 4,
@@ -135,8 +115,7 @@ def main(
         model = build(config_of(SHAPE, max(lengths) + tokens), dtype, torch.device("cpu"))
         for length in lengths:
             rows.append({"dtype": name, "keys": length, **measure(model, length, dtype, rounds, tokens)})
-    show(rows)
-    write_record(output / "decode_in_model.json", {"tokens": tokens, "rows": rows})
+    publish(output / "decode_in_model.json", {"tokens": tokens, "rows": rows}, cpu.tokens_of_models(rows))
 
 
 if __name__ == "__main__":

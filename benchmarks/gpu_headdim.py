@@ -17,19 +17,16 @@ from typing import Any
 
 import torch
 import typer
+from harness import RESULTS, publish
 from headdim import HEADDIM, HEADDIM_V, PAGE_BLOCK_SIZE
-from rich.table import Table
+from pages import wide_heads
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 from fastattention import fast_attn_func, fast_attn_with_kvcache
+from fastattention.cli.bench.gpu import sdpa
 from fastattention.cli.bench.gpu_decode import CapturedCalls, copy_bandwidth, graph_microseconds
-from fastattention.cli.bench.record import write_record
-from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 
-RESULTS = Path(__file__).parent / "results"
 WIDE = 512
 TOKENS, NHEADS = 16384, 4
 PEERS = {"SDPA efficient": SDPBackend.EFFICIENT_ATTENTION, "SDPA math": SDPBackend.MATH}
@@ -47,10 +44,8 @@ def main(rounds: int = 9, output: Path = RESULTS) -> None:
             for nheads in (16, 128)
             for batch_size, keys in ((1, 131072), (32, 8192), (132, 2048))
         ]
-    major, minor = torch.cuda.get_device_capability()
-    machine = {**describe_machine(), "capability": 10 * major + minor}
-    show(rows, copy_gbps)
-    write_record(output / "gpu_headdim.json", {"machine": machine, "copy_gbps": copy_gbps, "rows": rows})
+    figures = {"copy_gbps": copy_gbps, "rows": rows}
+    publish(output / "gpu_headdim.json", figures, wide_heads.prefill(figures), wide_heads.decode(figures))
 
 
 def random(*shape: int) -> Tensor:
@@ -64,15 +59,9 @@ def prefill(seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
     q, k, v = (random(*shape) for _ in range(3))
     calls: dict[str, Call] = {"fastattention": partial(fast_attn_func, q, k, v, causal=causal, backend="cuda")}
     for name, peer in PEERS.items():
-        calls[name] = partial(by_torch, peer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
+        calls[name] = partial(sdpa, peer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
     flops = 4.0 * TOKENS * seqlen * NHEADS * WIDE / (2 if causal else 1)
     return {"kind": "prefill", "seqlen": seqlen, "causal": causal, **timed(calls, rounds, flops, 0.0)}
-
-
-def by_torch(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """One of the kernels of torch's SDPA."""
-    with sdpa_kernel(peer):
-        return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def decode(batch_size: int, keys: int, rounds: int) -> dict[str, Any]:
@@ -110,19 +99,6 @@ def timed(calls: Mapping[str, Call], rounds: int, flops: float, bytes_read: floa
     microseconds = graph_microseconds({name: CapturedCalls([call] * 5) for name, call in calls.items()}, rounds)
     torch.cuda.empty_cache()
     return {"microseconds": microseconds, "flops": flops, "bytes": bytes_read}
-
-
-def show(rows: list[dict[str, Any]], copy_gbps: float) -> None:
-    """One line for each call: its time, TFLOPS and, for a decode, its share of the rate of a copy."""
-    table = Table("call", "", "us", "TFLOPS", "GB/s", "of a copy")
-    for row in rows:
-        sizes = {name: row[name] for name in ("batch_size", "nheads", "keys", "seqlen", "causal") if name in row}
-        for name, taken in row["microseconds"].items():
-            gbps = row["bytes"] / taken / 1e3
-            rates = (f"{gbps:.0f}", f"{gbps / copy_gbps:.0%}") if gbps else ("", "")
-            call = f"{row['kind']}, {', '.join(f'{key} {value}' for key, value in sizes.items())}"
-            table.add_row(call, name, f"{taken:.1f}", f"{row['flops'] / taken / 1e6:.0f}", *rates)
-    OUTPUT.print(table)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 import typer
-from rich.table import Table
+from harness import RESULTS, publish
+from pages import wide_heads
 from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_with_kvcache
 from fastattention.cli.bench.peaks import limit_loop
-from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved
 from fastattention.cli.bench.workload import DTYPES, Limit
-from fastattention.cli.console import OUTPUT
 
-RESULTS = Path(__file__).parent / "results"
 ELEMENTS = 2048  # elements of a token in all heads
 HEADDIM, HEADDIM_V = 576, 512  # of latent attention
 PAGE_BLOCK_SIZE = 64
@@ -64,8 +62,8 @@ def main(seqlen: int = 4096, keys: int = 32768, seconds: float = 10.0, output: P
             for dtype in DTYPES
             for nheads in (16, 128)
         ]  # fmt: skip
-    show(rows)
-    write_record(output / "headdim.json", {"rows": rows})
+    figures = {"rows": rows}
+    publish(output / "headdim.json", figures, wide_heads.on_cpu(figures))
 
 
 def prefill(dtype: str, headdim: int, seqlen: int, causal: bool) -> Work:
@@ -125,26 +123,6 @@ def measure(name: str, dtype: str, seconds: float, works: dict[str, Work]) -> di
             for label, work in works.items()
         },
     }
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """One row for each call: milliseconds, and its share of the arithmetic and reads that the loops did meanwhile."""
-    table = Table("call", "dtype", "", "ms", "of arithmetic", "of reads", "rate, against the first")
-    for row in rows:
-        arithmetic, reads = row["limits"].values()
-        rates = {label: work["flops"] / work["seconds"] for label, work in row["works"].items()}
-        first = next(iter(rates.values()))
-        for label, work in row["works"].items():
-            table.add_row(
-                row["call"],
-                row["dtype"],
-                label,
-                f"{work['seconds'] * 1e3:.2f}",
-                f"{rates[label] / arithmetic:.0%}",
-                f"{work['bytes'] / work['seconds'] / reads:.0%}",
-                f"{rates[label] / first:.2f}x",
-            )
-    OUTPUT.print(table)
 
 
 if __name__ == "__main__":

@@ -20,28 +20,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import typer
-from rich.table import Table
-from torch import Tensor, nn
+from demo_model import TEXT, DemoModel, read_text
+from harness import RESULTS, publish
+from pages import int8_products
+from torch import Tensor
 from torch.nn import functional
 
-import fastattention
 from fastattention import explain, fast_attn_func
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.workload import DTYPES
-from fastattention.cli.console import OUTPUT
 from fastattention.quantized import KEYS_OF_SCALE, dequantize, quantize, quantize_keys
 from fastattention.threads import get_num_threads
 
-RESULTS = Path(__file__).parent / "results"
-MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
-TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 EXACT, INT8, NOT_SMOOTHED = "exact", "int8", "int8, not smoothed"
 METHODS = (INT8, NOT_SMOOTHED, "bfloat16", "float16")
 HEADS, HEADDIMS = 4, (128, 64)
@@ -59,19 +56,16 @@ class Numbers(NamedTuple):
 def main(seqlen: int = 4096, tokens: int = 8192, output: Path = RESULTS) -> None:
     """Attend to `seqlen` random tokens, and read `tokens` of text; write int8_errors.json into `output`."""
     torch.set_num_threads(get_num_threads())
-    reader = Reader()
-    text = torch.tensor([[0, *TEXT.read_bytes()]])[:, :tokens]
-    logits = reader.read(text, EXACT)
-    sets = [*made_numbers(seqlen), Numbers("demo model", list(reader.layers))]
-    errors = [record for numbers in sets for record in errors_of(numbers)]
-    model = model_figures(reader, text, logits)
-    show_errors(errors)
-    show_model(model)
+    model, text = DemoModel(), read_text(tokens)
+    logits = model.read(text, partial(attend, method=EXACT))
+    sets = [*made_numbers(seqlen), Numbers("demo model", list(model.layers))]
     figures = {
         "int8_by": serving(*sets[0].calls[0]),
-        "outliers": {"channels": OUTLIERS, "offset": OFFSET, "wide": WIDE}, "errors": errors, "model": model,
-    }  # fmt: skip
-    write_record(output / "int8_errors.json", figures)
+        "outliers": {"channels": OUTLIERS, "offset": OFFSET, "wide": WIDE},
+        "errors": [record for numbers in sets for record in errors_of(numbers)],
+        "model": model_figures(model, text, logits),
+    }
+    publish(output / "int8_errors.json", figures, *int8_products.losses(figures))
 
 
 def serving(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -157,44 +151,16 @@ def _by_head(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1).flatten(1)
 
 
-class Reader:
-    """The demo model in float32, with attention by any method in every layer."""
-
-    def __init__(self) -> None:
-        from transformers import AttentionInterface, LlamaForCausalLM
-
-        AttentionInterface.register("int8_errors", self.attend)
-        self.model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="int8_errors")
-        self.method = EXACT
-        self.layers: list[tuple[Tensor, Tensor, Tensor]] = []  # q, k, v of the last run
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, None]:
-        """One layer. q, k, v: (batch_size, heads, seqlen, headdim), after rotary embedding."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        self.layers.append((q, k, v))
-        return attend(q, k, v, self.method).to(q.dtype), None
-
-    def read(self, tokens: Tensor, method: str) -> Tensor:
-        """The logits of all tokens but the first: (1, seqlen - 1, vocabulary)."""
-        self.method = method
-        self.layers.clear()
-        with torch.no_grad():
-            logits: Tensor = self.model(tokens).logits[:, :-1]
-        return logits
-
-
-def model_figures(reader: Reader, text: Tensor, exact: Tensor) -> dict[str, Any]:
+def model_figures(model: DemoModel, text: Tensor, exact: Tensor) -> dict[str, Any]:
     """Bits per byte of every method, and how often the likeliest next byte is that of exact attention."""
     targets, likeliest = text[:, 1:], exact.argmax(dim=-1)
     records = []
     for method in METHODS:
-        logits = reader.read(text, method)
+        logits = model.read(text, partial(attend, method=method))
         agreement = float((logits.argmax(dim=-1) == likeliest).double().mean())
         records.append({"method": method, "bits": bits_per_byte(logits, targets), "agreement": agreement})
     return {
-        "text": TEXT.name, "tokens": targets.shape[1], "layers": len(reader.layers),
+        "text": TEXT.name, "tokens": targets.shape[1], "layers": len(model.layers),
         "exact_bits": bits_per_byte(exact, targets), "records": records,
     }  # fmt: skip
 
@@ -202,28 +168,6 @@ def model_figures(reader: Reader, text: Tensor, exact: Tensor) -> dict[str, Any]
 def bits_per_byte(logits: Tensor, targets: Tensor) -> float:
     """The mean cross-entropy in bits."""
     return float(functional.cross_entropy(logits.double().transpose(1, 2), targets)) / math.log(2)
-
-
-def show_errors(errors: list[dict[str, Any]]) -> None:
-    """One row for each set of inputs: cosine similarity and relative L1, with the worst head in brackets."""
-    table = Table("numbers", "headdim", *METHODS, title="cosine similarity, relative L1 (worst head)")
-    for name, headdim in dict.fromkeys((one["numbers"], one["headdim"]) for one in errors):
-        chosen = [one for one in errors if (one["numbers"], one["headdim"]) == (name, headdim)]
-        cells = (f"{e['cosine']:.6f}, {e['relative_l1']:.2%} ({e['relative_l1_worst_head']:.2%})" for e in chosen)
-        table.add_row(name, str(headdim), *cells)
-    OUTPUT.print(table)
-
-
-def show_model(model: dict[str, Any]) -> None:
-    """One row for each method."""
-    table = Table(
-        "attention", "bits per byte", "more than exact", "same next byte",
-        title=f"demo model, {model['tokens']} bytes; exact attention {model['exact_bits']:.5f} bits per byte",
-    )  # fmt: skip
-    for one in model["records"]:
-        more = one["bits"] / model["exact_bits"] - 1
-        table.add_row(one["method"], f"{one['bits']:.5f}", f"{more:+.4%}", f"{one['agreement']:.2%}")
-    OUTPUT.print(table)
 
 
 if __name__ == "__main__":

@@ -14,28 +14,24 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from rich.table import Table
+from harness import RESULTS, publish, run_again
+from pages import int8_products
 from torch import Tensor
 
 from fastattention import environment, fast_attn_func
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.cli.bench.record import write_record
-from fastattention.cli.bench.timing import interleaved, interleaved_on_device
+from fastattention.cli.bench.timing import interleaved_on_device, median_seconds
 from fastattention.cli.bench.workload import DTYPES
-from fastattention.cli.console import OUTPUT
 
-RESULTS = Path(__file__).parent / "results"
 NHEADS = 2
 REST_HEADDIM = 4  # elements of the product in "rest": one unit of int8
 GPU_PATHS = (80, 75)  # code paths that multiply int8
@@ -59,24 +55,16 @@ def main(
         )
     ]
     if device != "cpu":
-        write("int8_products_gpu", [gpu_record(arch, **problem) for arch in GPU_PATHS for problem in problems], output)
-        return
-    if environment.cpu_isa() is not None:
+        name, records = "int8_products_gpu", [gpu_record(arch, **one) for arch in GPU_PATHS for one in problems]
+    elif environment.cpu_isa() is not None:
         print(json.dumps(records_of(problems, seconds)))
         return
-    records = []
-    for isa in available_isas():
+    else:
         # A process loads its kernels once, so each instruction set has a process.
-        variables = {**os.environ, "FASTATTENTION_CPU_ISA": isa}
-        done = subprocess.run([sys.executable, *sys.argv], env=variables, check=True, stdout=subprocess.PIPE)
-        records += json.loads(done.stdout)
-    write("int8_products_cpu", records, output)
-
-
-def write(name: str, records: list[dict[str, Any]], output: Path) -> None:
-    """Print the records, and write them to a file of that name."""
-    show(records)
-    write_record(output / f"{name}.json", {"question": "int8_products", "records": records})
+        of_isas = (run_again(*sys.argv, FASTATTENTION_CPU_ISA=isa) for isa in available_isas())
+        name, records = "int8_products_cpu", list(itertools.chain.from_iterable(of_isas))
+    figures = {"question": "int8_products", "records": records}
+    publish(output / f"{name}.json", figures, int8_products.times(records))
 
 
 def records_of(problems: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
@@ -136,26 +124,6 @@ def measure(dtype: str, headdim: int, causal: bool, seqlen: int, seconds: float)
         "seconds": median_seconds(calls, seconds),
         "error": relative_error(in_int8(), attend(q, k, v)),
     }
-
-
-def median_seconds(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median seconds of each call, timed in turns."""
-    for call in calls.values():
-        call()
-    return {name: timing.median for name, timing in interleaved(calls, seconds).items()}
-
-
-def show(records: list[dict[str, Any]]) -> None:
-    """Prints milliseconds, and times relative to exact."""
-    table = Table("path", "dtype", "headdim", "causal", "tokens", "exact", "int8", "speedup", "at most", "error")
-    for record in records:
-        exact, int8, rest = record["seconds"]["exact"], record["seconds"]["int8"], record["seconds"].get("rest")
-        table.add_row(
-            record["path"], record["dtype"], str(record["headdim"]), str(record["causal"]), str(record["seqlen"]),
-            f"{exact * 1e3:.2f} ms", f"{int8 * 1e3:.2f} ms", f"{exact / int8:.2f}x",
-            f"{exact / rest:.2f}x" if rest else "", f"{record['error']:.1e}",
-        )  # fmt: skip
-    OUTPUT.print(table)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ import sys
 from pathlib import Path
 
 import typer
+from harness import RESULTS
 
 from fastattention import environment
 from fastattention.backends.cpu.library import available_isas
 from fastattention.cli.bench.session import run_question
 from fastattention.cli.bench.suite import decode, prefill
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(seqlen: int = 4096, seconds: float = 10.0, output: Path = RESULTS) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import typer
+from harness import RESULTS
+from pages.markdown import table
 
 from fastattention.backends.cuda.attention.variants import training_variants_of, variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
@@ -24,9 +26,11 @@ from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.compiler import Resources
 from fastattention.gpu_runtime.variant import Variant
 
-RESULTS = Path(__file__).parent / "results"
 # One GPU for every code path, and for Ampere also the smaller kind. The same kernels serve all others.
 CHIP_NAMES = ("P100", "V100", "T4", "A100", "RTX 3090")
+HEADINGS = (
+    "kernel", "compute capability", "threads", "registers", "spilled bytes", "shared memory", "code bytes",
+)  # fmt: skip
 
 
 class Usage(NamedTuple):
@@ -55,7 +59,7 @@ def main(output: Path = RESULTS) -> None:
         heading = f"NVRTC {'.'.join(map(str, compiler.version()))}, each for its own code path. {source}"
     output.mkdir(parents=True, exist_ok=True)
     path = output / "kernels_resources.md"
-    path.write_text(f"# Resources of the GPU kernels\n\n{heading}\n\n{table(usages)}\n")
+    path.write_text(f"# Resources of the GPU kernels\n\n{heading}\n\n{table(HEADINGS, map(cells, usages))}\n")
     spilling = sum(usage.spill_bytes > 0 for usage in usages)
     OUTPUT.print(f"{len(usages)} kernels, {spilling} of them spill registers: {path}", soft_wrap=True)
 
@@ -71,25 +75,12 @@ def measure(kernel: Variant, target: int) -> Usage:
     return Usage(kernel, target, cubin.resources, len(cubin.code))
 
 
-def table(usages: list[Usage]) -> str:
-    """One row for each kernel, in Markdown: figures of its first entry, but spills and code of all entries."""
-    lines = [
-        "| kernel | compute capability | threads | registers | spilled bytes | shared memory | code bytes |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for usage in usages:
-        entry = usage.kernel.entries[0]
-        cells = (
-            usage.kernel.name,
-            f"{usage.target / 10:.1f}",
-            32 * entry.num_warps,
-            usage.resources[entry.name].registers,
-            usage.spill_bytes,
-            entry.shared_bytes,
-            usage.code_bytes,
-        )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+def cells(usage: Usage) -> list[str]:
+    """The row of a kernel: figures of its first entry, but spills and code of all entries."""
+    entry = usage.kernel.entries[0]
+    registers = usage.resources[entry.name].registers
+    figures = (entry.num_warps, registers, usage.spill_bytes, entry.shared_bytes, usage.code_bytes)
+    return [usage.kernel.name, f"{usage.target / 10:.1f}", *map(str, figures)]
 
 
 if __name__ == "__main__":

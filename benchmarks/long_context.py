@@ -12,9 +12,9 @@ on a shared host.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,15 @@ from typing import Any
 import torch
 import typer
 from bare_decoder import BareDecoder
-from rich.table import Table
+from harness import RESULTS, publish
+from pages import long_contexts
 from torch import Tensor
 
 from fastattention.backends.cpu.library import load_library
 from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import in_turns, time_call
 from fastattention.cli.console import MESSAGES, OUTPUT
 from fastattention.cli.machine import describe_machine
-from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from fastattention.offload.device import CudaDevice, Device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
@@ -43,7 +44,6 @@ from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy
 from fastattention.offload.prediction import seconds_per_token, upload_fraction
 
-RESULTS = Path(__file__).parent / "results"
 CHUNK = 16384  # tokens that fill a cache at once
 POLICIES = (Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID)
 READ_BYTES = 4 << 30  # far more than the 300 MB of a last-level cache
@@ -144,23 +144,21 @@ class Run:
         self.store.truncate(self.case.seqlen)
         self.decoder.hidden.copy_(self._start)
 
-    def timed_steps(self, count: int) -> Iterator[float]:
+    def timed_steps(self, count: int) -> list[float]:
         """Seconds of each of `count` steps, after two that fill the pipeline."""
-        for index in range(count + 2):
-            start = time.perf_counter()
-            self.step().tolist()  # a token is chosen on the host, as in generation
-            if index >= 2:
-                yield time.perf_counter() - start
+        # A token is chosen on the host, as in generation.
+        return [time_call(lambda: self.step().tolist()) for _ in range(count + 2)][2:]
 
 
 def measure(run: Run, policies: tuple[Policy, ...], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds of steps, by policy, in turns."""
-    times: dict[str, list[float]] = {policy.value: [] for policy in policies}
-    for _ in range(rounds):
-        for policy in policies:
-            run.use(policy)
-            times[policy.value] += run.timed_steps(steps)
-    return times
+
+    def turn(policy: Policy) -> list[float]:
+        run.use(policy)
+        return run.timed_steps(steps)
+
+    found = in_turns({policy.value: partial(turn, policy) for policy in policies}, rounds)
+    return {name: list(itertools.chain.from_iterable(turns)) for name, turns in found.items()}
 
 
 def errors(run: Run, policies: tuple[Policy, ...]) -> dict[str, float]:
@@ -183,6 +181,8 @@ def transformers_offloaded(
     from transformers import DynamicCache
 
     from fastattention.cli.bench.whole_model.build import build, config_of
+    from fastattention.cli.bench.whole_model.decode import stepper
+    from fastattention.cli.bench.whole_model.measure import seconds_of_a_step
 
     model: Any = build(config_of(shape, 2 * case.seqlen), dtype, device)
     cache = DynamicCache(config=model.config, offloading=True)
@@ -191,27 +191,17 @@ def transformers_offloaded(
     keys = torch.randn(case.batch_size, shape.nheads_k, seqlen, shape.headdim, dtype=dtype, device=device)
     for layer in range(shape.num_layers):
         cache.update(keys, keys, layer)
-    token = torch.zeros(case.batch_size, 1, dtype=torch.int64, device=device)
-    times = []
+    step = stepper(model, torch.zeros(case.batch_size, 1, dtype=torch.int64, device=device), cache)
     with torch.inference_mode():
-        for _ in range(steps + 1):
-            start = time.perf_counter()
-            token = model(token, **{CACHE_ARGUMENT: cache}).logits.argmax(dim=-1)
-            token.tolist()
-            times.append(time.perf_counter() - start)
-    return median(times[1:])
+        step()
+        return seconds_of_a_step(device, step, steps)
 
 
 def read_bandwidth(threads: list[int]) -> dict[int, float]:
     """Bytes a second that the CPU reads from memory."""
     library, data = load_library(), torch.ones(READ_BYTES, dtype=torch.uint8)
-
-    def rate(count: int) -> float:
-        start = time.perf_counter()
-        library.read_loop(data, count)
-        return READ_BYTES / (time.perf_counter() - start)
-
-    return {count: median(rate(count) for _ in range(5)) for count in threads}
+    reads = {count: partial(library.read_loop, data, count) for count in threads}
+    return {count: READ_BYTES / median(time_call(read) for _ in range(5)) for count, read in reads.items()}
 
 
 def calibrated(hardware: Hardware, case: Case, shape: ModelShape, resident_seconds: float) -> Hardware:
@@ -250,25 +240,6 @@ def answer(
         "weight_bytes": shape.weight_bytes,
         "gpu_peak_bytes": torch.cuda.max_memory_allocated() if device.torch_device.type == "cuda" else None,
     }
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints a table of milliseconds a token, with predictions."""
-    table = Table(title="milliseconds a token (predicted)", title_justify="left")
-    for heading in ("model", "keys", "on the CPU", *(policy.value for policy in Policy), "transformers"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for row in rows:
-        cells = [
-            f"{1e3 * row['seconds'][p.value]:.2f} ({1e3 * row['predicted'][p.value]:.2f})"
-            if p.value in row["seconds"]
-            else ""
-            for p in Policy
-        ]
-        offloaded = row.get("transformers_seconds")
-        name = row["model"] + (", int8" if row["quantized"] else "")
-        last = "" if offloaded is None else f"{1e3 * offloaded:.1f}"
-        table.add_row(name, str(row["seqlen"]), str(row["num_layers_cpu"]), *cells, last)
-    OUTPUT.print(table)
 
 
 def run_cases(
@@ -312,11 +283,6 @@ def offloaded_by_transformers(rows: list[dict[str, Any]], measure_one: Callable[
         row["transformers_seconds"] = measure_one(case)
 
 
-def save(record: dict[str, Any], output: Path) -> None:
-    """Writes long_context.json."""
-    write_record(output / "long_context.json", record)
-
-
 def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
     """Measure the current GPU and its host; write long_context.json into `output`."""
     dtype, device = torch.bfloat16, CudaDevice(torch.device("cuda", torch.cuda.current_device()))
@@ -325,12 +291,12 @@ def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
     OUTPUT.print("CPU reads, GB/s by threads:", {count: round(rate / 1e9, 1) for count, rate in reading.items()})
     rows = run_cases(CASES, device, partial(measure_hardware, device.torch_device), dtype, rounds, steps)
     record = {"machine": describe_machine(), "cpu_read_bytes_per_s": reading, "rows": rows}
-    save(record, output)  # the next measurement may run out of host memory
+    path = output / "long_context.json"
+    write_record(path, record)  # the next measurement may run out of host memory
     offloaded_by_transformers(
         rows, lambda case: transformers_offloaded(case, PRESETS[case.model], device.torch_device, dtype, steps)
     )
-    show(rows)
-    save(record, output)
+    publish(path, record, *long_contexts.sections("this host", record))
 
 
 if __name__ == "__main__":

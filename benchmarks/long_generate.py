@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 import typer
+from harness import RESULTS, show
+from pages import long_contexts
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.whole_model.build import build, find_config, find_shape
-from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers import NAME, FastAttentionCache
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
@@ -33,9 +34,7 @@ from fastattention.offload.memory import PAGE_SIZE, PREFILL_CHUNK, prompt_worksp
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.placement import place
-from fastattention.sizes import format_bytes, read_bytes
-
-RESULTS = Path(__file__).parent / "results"
+from fastattention.sizes import read_bytes
 
 
 @dataclass(frozen=True)
@@ -127,28 +126,15 @@ def run(case: Case, prompt: int, new_tokens: int) -> dict[str, Any]:
     return {**asdict(case), **measured, "plan": plan(case, shape, prompt + new_tokens, workspace)}
 
 
-def show(row: dict[str, Any]) -> None:
-    """Prints a row as a sentence."""
-    planned = row["plan"]
-    OUTPUT.print(
-        f"{row['prompt']} tokens of {row['model']} within {row['gpu_memory']}: prefill {row['prefill_seconds']:.1f} s, "
-        f"then {1e3 * row['seconds_per_token']:.1f} ms a token ({row['policy']}, {row['num_layers_cpu']} layers on the "
-        f"CPU, {format_bytes(row['kv_gpu_bytes'])} of the cache on the GPU and {format_bytes(row['kv_cpu_bytes'])} on "
-        f"the CPU); {format_bytes(row['gpu_peak_bytes'])} of the GPU at most. Planned: "
-        f"{1e3 * planned['seconds_per_token']:.1f} ms, {planned['policy']}, {planned['num_layers_cpu']} layers"
-    )
-
-
 def main(prompt: int = 262144, new_tokens: int = 32, output: Path = RESULTS) -> None:
     """Measure the first GPU and its host; write long_generate.json into `output`."""
     machine = describe_machine()
     rows: list[dict[str, Any]] = []
     for case in CASES:
-        row = run(case, prompt, new_tokens)
-        show(row)
-        rows.append(row)
+        rows.append(run(case, prompt, new_tokens))
         write_record(output / "long_generate.json", {"machine": machine, "rows": rows})
         gc.collect()
+    show(long_contexts.generated(rows))
 
 
 if __name__ == "__main__":

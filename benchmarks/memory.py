@@ -10,24 +10,22 @@ shown too. The result of a backward is the gradients of q, k and v; tensors that
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
-from rich.table import Table
+from harness import RESULTS, publish, run_again
+from pages import cpu
 
 from fastattention.cli import peak_memory
 from fastattention.cli.bench.peers import EAGER, FASTATTENTION, SDPA, Peer
-from fastattention.cli.bench.record import title, write_record
+from fastattention.cli.bench.record import title
 from fastattention.cli.bench.workload import BenchWorkload, Kind, make_tensors
-from fastattention.cli.console import OUTPUT, fail, progress_bar
+from fastattention.cli.console import fail, progress_bar
 from fastattention.cli.machine import describe_machine
 
-RESULTS = Path(__file__).parent / "results"
 PEERS: dict[Kind, dict[str, Peer]] = {
     "prefill": {peer.name: peer for peer in (FASTATTENTION, SDPA, EAGER)},
     "backward": {peer.name: peer for peer in (FASTATTENTION, SDPA)},
@@ -67,12 +65,10 @@ def main(
     cases = [(kind, peer, seqlen) for kind, peers in PEERS.items() for seqlen in seqlens for peer in peers]
     with progress_bar() as bar:
         peaks = [measure_in_process(*case) for case in bar.track(cases, description="peak memory")]
-    for kind in PEERS:
-        show(kind, [peak for peak in peaks if peak.kind == kind])
-    machine = describe_machine()
-    write_record(output / "memory.json", {"machine": machine, "peaks": [asdict(peak) for peak in peaks]})
+    figures: dict[str, Any] = {"machine": describe_machine(), "peaks": [asdict(peak) for peak in peaks]}
     forward = [peak for peak in peaks if peak.kind == "prefill"]
-    draw(forward, f"memory: {title(machine)}", output / "memory.png")
+    picture = partial(draw, forward, f"memory: {title(figures['machine'])}")
+    publish(output / "memory.json", figures, *cpu.peaks(figures), draw=picture)
 
 
 def make_workload(kind: str, seqlen: int) -> BenchWorkload:
@@ -106,31 +102,13 @@ def measure_in_process(kind: Kind, peer: str, seqlen: int) -> Peak:
         reason = f"needs about {needed / 2**30:.0f} GiB, {available / 2**30:.0f} GiB are available"
         return Peak(kind, peer, seqlen, result_bytes, reason=reason)
     # Without the threshold glibc keeps freed memory resident, and a later allocation would not show.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--only", kind, peer, str(seqlen)]
-    child = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return Peak(**json.loads(child.stdout))
+    return Peak(**run_again(__file__, "--only", kind, peer, str(seqlen), MALLOC_MMAP_THRESHOLD_="65536"))
 
 
 def available_bytes() -> int:
     """Bytes that can be allocated without swapping, as the system reports."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-
-
-def show(kind: Kind, peaks: list[Peak]) -> None:
-    """Print one row a length."""
-    table = Table("tokens", "result", *PEERS[kind], title=f"peak extra memory of a {kind}, result included")
-    for seqlen in dict.fromkeys(peak.seqlen for peak in peaks):
-        row = [peak for peak in peaks if peak.seqlen == seqlen]
-        cells = [in_words(peak.extra_bytes) if peak.extra_bytes is not None else peak.reason or "" for peak in row]
-        table.add_row(str(seqlen), in_words(row[0].result_bytes), *cells)
-    OUTPUT.print(table)
-
-
-def in_words(count: int) -> str:
-    """Bytes as MB."""
-    return f"{count / 1e6:.1f} MB"
 
 
 def draw(peaks: list[Peak], heading: str, path: Path) -> None:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 import typer
-from rich.table import Table
+from harness import show
+from pages.markdown import table
 
 from fastattention import explain, fast_attn_func
-from fastattention.cli.console import OUTPUT, errors_as_messages
+from fastattention.cli.console import errors_as_messages
 from fastattention.errors import ArgumentError
 
 
@@ -47,10 +48,8 @@ def main() -> None:
     with errors_as_messages(), torch.inference_mode():
         if not torch.cuda.is_available():
             raise ArgumentError("this script needs a CUDA device, and torch sees none")
-        table = Table("call", "read", "written", "in all", "lower bound", "standard attention")
-        for shape in SHAPES:
-            table.add_row(*run(shape))
-        OUTPUT.print(table)
+        headings = ["call", "read", "written", "in all", "lower bound", "standard attention"]
+        show(table(headings, map(run, SHAPES)))
 
 
 def run(shape: Shape) -> list[str]:

@@ -18,27 +18,24 @@ Time: one query against a long cache, bfloat16, float8 and int8 in turns, stored
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import typer
-from rich.table import Table
-from torch import Tensor, nn
+from demo_model import DemoModel, read_text
+from harness import RESULTS, publish
+from pages import quantized_caches
+from torch import Tensor
 
-import fastattention
-from fastattention import fast_attn_with_kvcache
+from fastattention import fast_attn_func, fast_attn_with_kvcache
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
-from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved
 from fastattention.cli.bench.workload import DTYPES
-from fastattention.cli.console import OUTPUT
 from fastattention.quantized import quantize
 
-RESULTS = Path(__file__).parent / "results"
-MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
-TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "float16": torch.float16, "bfloat16": torch.bfloat16}
 QUERIES = 256  # the last ones of a sequence
 OUTLIERS = torch.tensor([20.0, 30.0, 40.0, 50.0])
@@ -62,35 +59,22 @@ def main(tokens: int = 8192, keys: int = 16384, seconds: float = 10.0, output: P
         for numbers in (*model_numbers(tokens), *outlier_numbers(min(tokens, 4096)))
         for cache in STORED
     ]
-    show_errors(errors)
     arithmetic = [arithmetic_error(dtype, cache) for dtype in DTYPES for cache in ("as q", "int8", "float8")]
-    show_arithmetic(arithmetic)
     times = [
         decode_times(seqlen, nheads, nheads_k, heads_first, seconds)
         for seqlen, nheads, nheads_k in ((keys, 32, 32), (8 * keys, 32, 4))
         for heads_first in HEADS_FIRST
     ]
-    show_times(times)
-    write_record(output / "quantized_cache.json", {"errors": errors, "arithmetic": arithmetic, "times": times})
+    figures = {"errors": errors, "arithmetic": arithmetic, "times": times}
+    publish(output / "quantized_cache.json", figures, *quantized_caches.sections(figures))
 
 
 def model_numbers(tokens: int) -> Iterator[Numbers]:
     """Queries, keys and values of every layer of the demo model when it reads a source file."""
-    from transformers import AttentionInterface, LlamaForCausalLM
-
-    layers: list[Numbers] = []
-
-    def capture(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        layers.append(Numbers(f"demo model, layer {len(layers)}", q[:, -QUERIES:], k, v))
-        return fastattention.fast_attn_func(q, k, v, causal=True), None
-
-    AttentionInterface.register("capture", capture)
-    model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="capture")
-    text = torch.tensor([[0, *TEXT.read_bytes()]])[:, :tokens]
-    with torch.no_grad():
-        model(text)
-    yield from layers
+    model = DemoModel()
+    model.read(read_text(tokens), partial(fast_attn_func, causal=True))
+    for index, (q, k, v) in enumerate(model.layers):
+        yield Numbers(f"demo model, layer {index}", q[:, -QUERIES:], k, v)
 
 
 def outlier_numbers(seqlen: int) -> Iterator[Numbers]:
@@ -179,41 +163,6 @@ def decode_call(seqlen: int, nheads: int, nheads_k: int, heads_first: bool, cach
             arguments[f"{name}_scale"] = scale.transpose(1, 2) if heads_first else scale
     q = torch.randn(1, 1, nheads, 128).bfloat16()
     return lambda: fast_attn_with_kvcache(q, **arguments, backend="cpu")
-
-
-def show_errors(errors: list[dict[str, Any]]) -> None:
-    """One row for each set of inputs: largest error and, in brackets, root mean square, relative to that of out."""
-    table = Table("numbers", *STORED, title="largest error of out (root mean square), in units of out's")
-    for name in dict.fromkeys(error["numbers"] for error in errors):
-        cells = {error["cache"]: error for error in errors if error["numbers"] == name}
-        table.add_row(name, *(f"{e['max'] / e['rms_out']:.1e} ({e['rms'] / e['rms_out']:.1e})" for e in cells.values()))
-    OUTPUT.print(table)
-
-
-def show_arithmetic(errors: list[dict[str, Any]]) -> None:
-    """One row for each dtype of q."""
-    caches = list(dict.fromkeys(error["cache"] for error in errors))
-    table = Table("q", *caches, title="largest error of a decode (root mean square), given what is stored")
-    for dtype in DTYPES:
-        table.add_row(dtype, *(f"{e['max']:.1e} ({e['rms']:.1e})" for e in errors if e["dtype"] == dtype))
-    OUTPUT.print(table)
-
-
-def show_times(times: list[dict[str, Any]]) -> None:
-    """One row for each call: milliseconds, GB/s, and how many times as fast as with bfloat16."""
-    caches = list(times[0]["seconds"])
-    table = Table("decode", *caches, title="median time, speed of reading, against bfloat16")
-    for row in times:
-        seconds, size = row["seconds"], row["cache_bytes"]
-        table.add_row(
-            row["call"],
-            *(
-                f"{seconds[cache] * 1e3:.2f} ms, {size[cache] / seconds[cache] / 1e9:.1f} GB/s, "
-                f"{seconds['bfloat16'] / seconds[cache]:.2f}x"
-                for cache in caches
-            ),
-        )
-    OUTPUT.print(table)
 
 
 if __name__ == "__main__":

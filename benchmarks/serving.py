@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from harness import RESULTS, publish, run_again
+from pages import serving
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from fastattention.cli import peak_memory
-from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import in_turns, time_on_device
+from fastattention.cli.bench.whole_model.build import build
 from fastattention.integrations.transformers import batching
-
-RESULTS = Path(__file__).parent / "results"
 
 
 class Load(NamedTuple):
@@ -91,50 +88,39 @@ def main(
         name, setting = runs[peak_of]
         print(serve(model, name, prompts, load.new_tokens, setting)[1])
         return
-    records: list[dict[str, Any]] = [
-        {"implementation": name, "settings": setting, "seconds": []} for name, setting in runs
+    turns = {
+        index: partial(serve, model, name, prompts, load.new_tokens, setting)
+        for index, (name, setting) in enumerate(runs)
+    }
+    found = in_turns(turns, rounds)
+    records = [
+        {
+            "implementation": name,
+            "settings": setting,
+            "seconds": [taken for taken, _ in found[index]],
+            "peak_bytes": peak_in_process(index) if device == "cpu" else max(peak for _, peak in found[index]),
+        }
+        for index, (name, setting) in enumerate(runs)
     ]
-    for turn in range(rounds):
-        for record in records:
-            taken, peak = serve(model, record["implementation"], prompts, load.new_tokens, record["settings"])
-            record["seconds"].append(taken)
-            record["peak_bytes"] = max(peak, record.get("peak_bytes", 0))
-            rate = load.requests * load.new_tokens / taken
-            print(f"round {turn}: {record['implementation']} {record['settings']}: {rate:.1f} new tokens/s", flush=True)
-    if device == "cpu":
-        for index, record in enumerate(records):
-            record["peak_bytes"] = peak_in_process(index)
     report = {
         "device": device, "shape": load.shape, "dtype": str(load.dtype),
         "requests": load.requests, "prompts": load.prompts, "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": load.new_tokens, "bounds": bounds(model, load, prompts), "records": records,
     }  # fmt: skip
-    write_record(output / f"serving_{device.replace('cuda', 'gpu')}.json", report)
-    for record in records:
-        taken = statistics.median(record["seconds"])
-        print(f"{record['implementation']} {record['settings']}: {load.requests * load.new_tokens / taken:.1f}")
+    publish(output / f"serving_{device.replace('cuda', 'gpu')}.json", report, *serving.batching(report))
 
 
 def peak_in_process(index: int) -> int:
     """The peak of one run in a process whose heap returns freed memory, because kept memory would hide allocations."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, f"--peak-of={index}"]
-    finished = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return int(finished.stdout.splitlines()[-1])
+    heap = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    return int(run_again(__file__, f"--peak-of={index}", **heap))
 
 
 def random_llama(load: Load, device: str) -> Any:
     """A model of that shape."""
     config = LlamaConfig(**load.shape, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=None)
-    config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    with torch.device(device):
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(load.dtype)
-        try:
-            return LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
-        finally:
-            torch.set_default_dtype(default)
+    return build(config, load.dtype, torch.device(device))
 
 
 def draw_prompts(load: Load) -> list[list[int]]:
@@ -173,6 +159,7 @@ def serve(
             assert result.error is None, result.error
             assert len(result.generated_tokens) == new_tokens
         taken = time.perf_counter() - start
+        print(f"{name} {settings}: {len(prompts) * new_tokens / taken:.1f} new tokens/s", file=sys.stderr, flush=True)
         peak = (torch.cuda.max_memory_allocated() if on_gpu else peak_memory.peak_bytes()) - before
     finally:
         manager.stop(block=True)
@@ -197,24 +184,14 @@ def bounds(model: Any, load: Load, prompts: list[list[int]]) -> dict[str, float]
 def bandwidth(device: torch.device) -> float:
     """Bytes a second of reading memory: a sum of 2 GiB, the best of nine."""
     data = torch.ones(1 << 29, dtype=torch.float32, device=device)
-    return data.numel() * 4 / min(_seconds(lambda: data.sum(), device) for _ in range(9))
+    return data.numel() * 4 / min(time_on_device(data.sum, device=device.type) for _ in range(9))
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of the product of two square matrices, the best of nine."""
     size = 8192 if device.type == "cuda" else 2048
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / min(_seconds(lambda: left @ right, device) for _ in range(9))
-
-
-def _seconds(compute: Callable[[], Tensor], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    compute()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return 2 * size**3 / min(time_on_device(lambda: left @ right, device=device.type) for _ in range(9))
 
 
 if __name__ == "__main__":

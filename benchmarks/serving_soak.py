@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from harness import RESULTS
 from word_model import save_word_model, words
 
 from fastattention.cli.bench.record import write_record
 
-RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 2000
 NONSENSE: tuple[Any, ...] = (
     {"prompt": 3}, {"prompt": words([5] * 3000)}, {"prompt": "t3", "max_tokens": "many"}, {"nonsense": 1}, [],

@@ -12,39 +12,50 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-RESULTS = Path(__file__).parent / "results"
+import typer
+from harness import RESULTS, run_again
+
+from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import in_turns
+
 PEERS = {"vLLM with the plugin": "1", "vLLM": "0"}
+VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+}  # fmt: skip
 
 
-def main(folder: Path, rounds: int = 2) -> None:
-    """Runs both in turns; adds "vllm" to serving_cpu.json."""
-    taken: dict[str, list[float]] = {name: [] for name in PEERS}
-    answer: dict[str, Any] = {}
-    for _ in range(rounds):
-        for name, switch in PEERS.items():
-            environment = {**os.environ, "FASTATTENTION_VLLM": switch, "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                           "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-                           "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
-            command = [sys.executable, __file__, str(folder), "one"]
-            finished = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-            answer = json.loads(finished.stdout.splitlines()[-1])
-            taken[name].append(answer["seconds"])
-            print(f"{name}: {answer['tokens'] / answer['seconds']:.1f} new tokens/s", flush=True)
-    rates = {name: answer["tokens"] / statistics.median(seconds) for name, seconds in taken.items()}
-    path = RESULTS / "serving_cpu.json"
-    report = json.loads(path.read_text())
-    report["vllm"] = {"rates": rates, "seconds": taken, "version": answer["version"]}
-    path.write_text(json.dumps(report, indent=1) + "\n")
+def main(
+    folder: Path,
+    rounds: int = 2,
+    output: Path = RESULTS,
+    one: Annotated[bool, typer.Option("--one", hidden=True, help="Measure here, print JSON.")] = False,
+) -> None:
+    """Run both in turns; add "vllm" to the serving_cpu.json in `output`."""
+    if one:
+        print(json.dumps(generate(folder)))
+        return
+
+    def turn(switch: str) -> dict[str, Any]:
+        return dict(run_again(__file__, str(folder), "--one", FASTATTENTION_VLLM=switch, **VARIABLES))
+
+    answers = in_turns({name: partial(turn, switch) for name, switch in PEERS.items()}, rounds)
+    seconds = {name: [answer["seconds"] for answer in found] for name, found in answers.items()}
+    last = answers["vLLM"][-1]
+    rates = {name: last["tokens"] / statistics.median(taken) for name, taken in seconds.items()}
+    print("new tokens/s:", rates)
+    path = output / "serving_cpu.json"
+    found = {"rates": rates, "seconds": seconds, "version": last["version"]}
+    write_record(path, {**json.loads(path.read_text()), "vllm": found})
 
 
-def one(folder: Path) -> None:
-    """Prints the seconds of the second load, as JSON."""
+def generate(folder: Path) -> dict[str, Any]:
+    """Seconds of the second load, its tokens, and vLLM's version."""
     import torch
     import vllm  # type: ignore[import-not-found]
 
@@ -61,11 +72,8 @@ def one(folder: Path) -> None:
         found = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
     tokens = sum(len(output.outputs[0].token_ids) for output in found)
-    print(json.dumps({"seconds": seconds, "tokens": tokens, "version": vllm.__version__}))
+    return {"seconds": seconds, "tokens": tokens, "version": vllm.__version__}
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["one"]:
-        one(Path(sys.argv[1]))
-    else:
-        main(Path(sys.argv[1]))
+    typer.run(main)

@@ -11,7 +11,6 @@ one ("eager") and replayed from CUDA graphs ("graph"). Results are compared with
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -24,8 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
+from harness import RESULTS, show
+from pages import tensor_parallel
 from ranks import run_ranks
-from tiled_allreduce_tables import show, show_traces
 from tiled_allreduce_trace import trace
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,6 +34,7 @@ from torch_tensor_parallel import Project, async_tensor_parallel, two_shot
 
 from fastattention import environment
 from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import in_turns, time_on_device
 from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
 from fastattention.distributed import attention_out_proj_allreduce
@@ -43,7 +44,6 @@ from fastattention.distributed.row_partitions import worth_dividing
 from fastattention.distributed.transports import TRANSPORTS
 from fastattention.errors import UnsupportedError
 
-RESULTS = Path(__file__).parent / "results"
 SERIAL, COMPUTE, ALL_REDUCE = "serial", "compute", "all-reduce"
 OTHERS: dict[str, Callable[[Tensor, Tensor], Project]] = {"two-shot": two_shot, "async": async_tensor_parallel}
 OURS = {"default": ("auto", "auto"), **{name: (name, "sdpa") for name in ("auto", *TRANSPORTS)}}  # transport, backend
@@ -262,38 +262,20 @@ def calls_of(out: Tensor) -> int:
     return CALLS if worth_dividing(out.shape[:2].numel(), out.nbytes) else SHORT_CALLS
 
 
-def seconds_of(work: Work, device: torch.device, calls: int) -> float:
-    """Seconds of a call, among `calls` in a row."""
-    meet()
-    if device.type == "cpu":
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return (time.perf_counter() - start) / calls
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(calls):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / 1e3 / calls
-
-
 def medians(contest: Contest, rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Seconds by kind and name: the median of the rounds, on the slowest rank."""
     calls = calls_of(contest.share.out)
-    works = [(kind, name, work) for kind, named in contest.kinds.items() for name, work in named.items()]
-    times: list[list[float]] = [[] for _ in works]
-    for turn in range(WARM_UP + rounds):
-        for found, (_, _, work) in zip(times, works, strict=True):
-            seconds = seconds_of(work, device, calls)
-            if turn >= WARM_UP:
-                found.append(seconds)
-    slowest = torch.tensor([median(found) for found in times], device=device)
+
+    def turn(work: Work) -> float:
+        meet()
+        return time_on_device(work, calls, device.type)
+
+    works = {(kind, name): partial(turn, work) for kind, named in contest.kinds.items() for name, work in named.items()}
+    times = in_turns(works, rounds, WARM_UP)
+    slowest = torch.tensor([median(found) for found in times.values()], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds_by_kind: dict[str, dict[str, float]] = {kind: {} for kind in contest.kinds}
-    for (kind, name, _), seconds in zip(works, slowest.tolist(), strict=True):
+    for (kind, name), seconds in zip(works, slowest.tolist(), strict=True):
         seconds_by_kind[kind][name] = seconds
     return seconds_by_kind
 
@@ -369,8 +351,7 @@ def measure(device: torch.device, options: Options) -> None:
             row["trace"] = traced(case, options, device)
             save(record, options.output)
     if dist.get_rank() == 0:
-        show(rows)
-        show_traces(rows)
+        show(*tensor_parallel.sections(f"{dist.get_world_size()} ranks", rows))
 
 
 def save(record: dict[str, Any], output: Path) -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from harness import RESULTS, show
+from pages.markdown import table
 
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.plan.allreduce_model import Prompt, predict
 from fastattention.cli.plan.machines import Machine, find_machine
 from fastattention.distributed.row_partitions import Partition
 
-RESULTS = Path(__file__).parent / "results"
 FILES = [RESULTS / f"tiled_allreduce_{name}.json" for name in ("tp2", "tp2_heads_of_4", "tp4")]
 MODELS = {"7B": (4096, 32), "70B": (8192, 64)}  # hidden, nheads
 HEADDIM, ITEMSIZE = 128, 2
@@ -78,12 +78,13 @@ def main(files: Annotated[list[Path] | None, typer.Argument(help="Results of til
     """Print predictions with measurements, and the errors of each transport."""
     found: list[Call] = []
     for path in files or FILES:
-        table = Table("call", "transport", "predicted, ms", "measured, ms", "error", title=path.name)
+        rows = []
         for call in calls(json.loads(path.read_text())):
             times = (f"{1e3 * seconds:.3g}" for seconds in (call.predicted, call.measured))
-            table.add_row(call.heading, call.transport, *times, f"{call.error:+.1%}")
+            rows.append([call.heading, call.transport, *times, f"{call.error:+.1%}"])
             found.append(call)
-        OUTPUT.print(table)
+        headings = ["call", "transport", "predicted, ms", "measured, ms", "error"]
+        show(f"## {path.name}", table(headings, rows, text_columns=2))
     for name in sorted({call.transport for call in found}):
         errors = [call.error for call in found if call.transport == name]
         spread = math.sqrt(sum(error**2 for error in errors) / len(errors))

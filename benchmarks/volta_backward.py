@@ -29,14 +29,14 @@ lock, memory fences, bank conflicts, prologues and epilogues, partly filled wave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
+from harness import RESULTS, show
+from pages.markdown import table
 from volta_model import kernels
 from volta_model.backward import (
     KINDS,
@@ -55,10 +55,9 @@ from volta_model.counts import UNIT
 
 from fastattention.backends.cuda.attention.config import BackwardConfig
 from fastattention.cli.bench.record import write_record
-from fastattention.cli.console import OUTPUT, errors_as_messages, fail
+from fastattention.cli.console import errors_as_messages, fail
 from fastattention.cli.machine import describe_machine
 
-RESULTS = Path(__file__).parent / "results"
 HEADDIMS = (64, 128)
 
 
@@ -80,19 +79,16 @@ class Comparison:
 def main(
     headdim: Annotated[int | None, typer.Option(help="Only this one; write nothing.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="kv.tile_n=32: change a kernel of ours.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for volta_backward.json and .md.")] = RESULTS,
+    output: Annotated[Path, typer.Option(help="Folder for volta_backward.json.")] = RESULTS,
 ) -> None:
     """Print the tables, and write them into `output`."""
     with errors_as_messages():
         if set_ and headdim is None:
             raise fail("--set changes the kernels of one head dimension: give --headdim")
         found = [compare(d, set_ or []) for d in ((headdim,) if headdim else HEADDIMS)]
-        for comparison in found:
-            for title, columns, rows in tables(comparison):
-                OUTPUT.print(rich_table(title, columns, rows))
+        show(*(block for comparison in found for block in sections(comparison)))
         if headdim is None:
             write_record(output / "volta_backward.json", record(found))
-            (output / "volta_backward.md").write_text(page(found))
 
 
 def compare(headdim: int, changes: Sequence[str]) -> Comparison:
@@ -209,36 +205,11 @@ def _reasons(one: Pace) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in largest)
 
 
-def rich_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Table:
-    """A table for the terminal."""
-    table = Table(title, box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name, values in rows:
-        table.add_row(name, *map(kernels.cell, values))
-    return table
-
-
-def page(found: Sequence[Comparison]) -> str:
-    """The tables in Markdown."""
-    used = kernels.versions()
-    lines = [
-        "# Backward: issue cycles on a V100",
-        "",
-        f"Counted in machine code for sm_70: ours by NVRTC {used['NVRTC']}, PyTorch's out of its wheel "
-        f"{used['PyTorch']}, both as cuobjdump {used['cuobjdump']} shows it.",
-        "All figures are counts or predictions: no V100 has run our kernels. benchmarks/volta_backward.py says what "
-        "they mean.",
-        f"Useful tensor cycles are those of the {USEFUL_PRODUCTS} products that a backward needs.",
-        "The model that predicts has errors of +1 to +19% on published forward figures of PyTorch's kernel. No figures "
-        "of a backward on a V100 are known to judge it on.",
-    ]
-    for comparison in found:
-        for title, columns, rows in tables(comparison):
-            lines += ["", f"## {title}", "", f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
-            lines += [f"| {name} | {' | '.join(map(kernels.cell, values))} |" for name, values in rows]
-        lines += ["", *(f"- {kernel.title}: `{kernel.name}`" for kernel in comparison.kernels)]
-    return "\n".join(lines) + "\n"
+def sections(comparison: Comparison) -> Iterator[str]:
+    """The tables in Markdown, each under its title."""
+    for title, columns, rows in tables(comparison):
+        yield f"## {title}"
+        yield table(["", *columns], [[name, *map(kernels.cell, values)] for name, values in rows])
 
 
 def record(found: Sequence[Comparison]) -> dict[str, Any]:

@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
+from harness import RESULTS, publish, show
+from pages.markdown import table
 from volta_model import kernels, tools
 from volta_model.counts import UNIT, Tile, count, split
 from volta_model.flow import main_loop
@@ -47,11 +47,9 @@ from volta_model.paths import find_tiles
 from volta_model.sass import Function
 
 from fastattention.backends.cuda.attention.config import KernelConfig
-from fastattention.cli.bench.record import write_record
-from fastattention.cli.console import OUTPUT, errors_as_messages
+from fastattention.cli.console import errors_as_messages
 from fastattention.cli.machine import describe_machine
 
-RESULTS = Path(__file__).parent / "results"
 HEADDIMS = (64, 128, 256)
 
 
@@ -72,20 +70,18 @@ def main(
     cubin: Annotated[Path | None, typer.Option(help="Count this kernel instead, and write nothing.")] = None,
     headdim: Annotated[int | None, typer.Option(help="Count our kernel for it, and write nothing.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="tile_n=32: change its configuration.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for volta_issue_cycles.json and .md.")] = RESULTS,
+    output: Annotated[Path, typer.Option(help="Folder for volta_issue_cycles.json.")] = RESULTS,
 ) -> None:
     """Print the table, and write it into `output`."""
     with errors_as_messages():
         if cubin is not None:
-            OUTPUT.print(rich_table([of_function(cubin.name, tools.disassemble(cubin)[0])]))
+            show(counts([of_function(cubin.name, tools.disassemble(cubin)[0])]))
             return
         if headdim is not None:
-            OUTPUT.print(rich_table([ours(kernels.varied(kernels.configuration(headdim), set_ or []))]))
+            show(counts([ours(kernels.varied(kernels.configuration(headdim), set_ or []))]))
             return
         found = [kernel for d in HEADDIMS for kernel in (ours(kernels.configuration(d)), theirs(d))]
-        OUTPUT.print(rich_table(found))
-        write_record(output / "volta_issue_cycles.json", record(found))
-        (output / "volta_issue_cycles.md").write_text(page(found))
+        publish(output / "volta_issue_cycles.json", record(found), counts(found))
 
 
 def of_function(title: str, function: Function) -> Kernel:
@@ -169,35 +165,10 @@ def cells(value: float | str | None) -> str:
     return "unknown" if value is None else kernels.cell(value)
 
 
-def rich_table(columns: list[Kernel]) -> Table:
-    """A table for the terminal."""
-    table = Table(f"for {UNIT} tensor cycles", box=box.SIMPLE_HEAD)
-    for kernel in columns:
-        table.add_column(kernel.title, justify="right")
-    for title, value in ROWS:
-        table.add_row(title, *(cells(value(kernel)) for kernel in columns))
-    return table
-
-
-def page(columns: list[Kernel]) -> str:
+def counts(columns: list[Kernel]) -> str:
     """The table in Markdown."""
-    used = kernels.versions()
-    lines = [
-        "# Issue cycles on a V100",
-        "",
-        f"Counted in machine code for sm_70: ours by NVRTC {used['NVRTC']}, PyTorch's out of its wheel",
-        f"{used['PyTorch']}, both as cuobjdump {used['cuobjdump']} shows it. From the issue cycles on, all figures are",
-        f"for {UNIT} tensor cycles of a warp. They are counts, not times, and nothing ran on a V100:",
-        "benchmarks/volta_issue_cycles.py says what they mean. Causal or not, it is the same kernel and the same path;",
-        "a tile that the diagonal crosses takes the masked one.",
-        "",
-        f"| | {' | '.join(kernel.title for kernel in columns)} |",
-        f"|---|{'--:|' * len(columns)}",
-        *(f"| {title} | {' | '.join(cells(value(kernel)) for kernel in columns)} |" for title, value in ROWS),
-        "",
-        *(f"- {kernel.title}: `{kernel.name}`" for kernel in columns),
-    ]
-    return "\n".join(lines) + "\n"
+    rows = [[title, *(cells(value(kernel)) for kernel in columns)] for title, value in ROWS]
+    return table([f"for {UNIT} tensor cycles", *(kernel.title for kernel in columns)], rows)
 
 
 def record(columns: list[Kernel]) -> dict[str, object]:

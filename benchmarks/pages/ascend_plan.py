@@ -21,42 +21,44 @@ PREDICTED = "none, predicted for Ascend chips"
 def build() -> str:
     """ascend-plan.md."""
     result = Result.load("ascend_plan")
-    data, source = result.data, result.provenance(PREDICTED)
-    return page(
-        "Ascend: predictions",
-        INTRODUCTION,
+    predicted = result.sourced(*sections(result.data), device=PREDICTED)
+    return page("Ascend: predictions", INTRODUCTION, *predicted, *_on_cuda())
+
+
+def sections(data: dict[str, Any]) -> list[str]:
+    """What is predicted, beside what others measured."""
+    return [
         "## Calibration and validation",
         "Four stages for 128 queries and 256 keys of 128 in float16; the constants come from these.",
-        _calibration(data["calibration"]), source,
+        _calibration(data["calibration"]),
         "Whole kernels on a 910B2, one head of 128, no mask, against times that others measured.",
-        _validation(data["validation"]), source,
+        _validation(data["validation"]),
         "Few busy cores of a 910B2, one row block each, measured by others on two hosts. One and two cores are judged.",
-        _few_cores(data["few_cores"]), source,
+        _few_cores(data["few_cores"]),
         "Not used to judge the model: dies of an A3, and models that each leave out one thing.",
-        _not_judged(data["shown_not_judged"]), source,
+        _not_judged(data["shown_not_judged"]),
         "## Two-level tiling against unified tiling",
         "One head of 128 on a 910B2, no mask. Ratios are to the column before.",
-        _gains(data["gains"]), source,
+        _gains(data["gains"]),
         "### Where the gain comes from",
         "The factors multiply to the gain, and depend on their order.",
-        _causes(data["gains"]), source,
+        _causes(data["gains"]),
         "### If the model is wrong",
-        _sensitivity(data["sensitivity"]), source,
+        _sensitivity(data["sensitivity"]),
         "## Tiling-mask",
         "32 heads of 128, causal. Each column adds to the one before it. A gain of 1.00x or less is no gain.",
-        _causal(data["gains_causal"]), source,
+        _causal(data["gains_causal"]),
         "A mask of one byte an element, beside the mask that our kernel reads:",
-        _mask(data["mask"]), source,
+        _mask(data["mask"]),
         "## Against attention that stores its scores",
         "32 heads of 128 on a 910B2. The other kernels are taken to be as fast as their busiest path, which flatters "
         'them. "Three kernels" fuses scale, mask and softmax; "eager" has a kernel for each operation.',
-        _standard(data["standard"]), source,
+        _standard(data["standard"]),
         "## Rates",
         'Best tiles for 32K tokens, 32 heads, no mask, in TFLOPS. "By hand" leaves a compiler no room in its buffers. '
         "Chips called 910_93.. are dies of a 910C, each half of an A3's chip.",
-        _rates(data["best"]), source,
-        *_on_cuda(),
-    )  # fmt: skip
+        _rates(data["best"]),
+    ]  # fmt: skip
 
 
 def _calibration(records: list[dict[str, Any]]) -> str:
@@ -109,7 +111,7 @@ def _gains(records: list[dict[str, Any]]) -> str:
 
 
 def _causes(records: list[dict[str, Any]]) -> str:
-    shown = [one for one in records if one["seqlen"] in (8192, 32768)]
+    shown = [one for one in records if one["seqlen"] in (8192, 32768)] or records[-1:]
     names = [cause["name"] for cause in shown[0]["causes"]]
     rows = []
     for index, name in enumerate(names):
@@ -190,10 +192,9 @@ def _on_cuda() -> list[str]:
         cells = [f"{one['headdim']}, {mask}, {length}", f"{triton:.0f}", f"{rates['fastattention sm80']:.0f}"]
         rows.append([*cells, _rate(flash), *compared])
     headings = ["heads of, mask, tokens", "Triton kernel", "our `cuda` backend", "FlashAttention-2"]
-    return [
+    return result.sourced(
         "## Our Triton kernel, measured on an H200",
         "The kernel that we wrote for NPUs, compiled by Triton for an NVIDIA GPU with tiles for it, in useful TFLOPS. "
         "16384 tokens in all, hidden size 2048, float16.",
         table([*headings, "vs our `cuda` backend", "vs FlashAttention-2"], rows),
-        result.provenance(result.gpu),
-    ]
+    )

@@ -76,7 +76,7 @@ def build() -> str:
     blocks = [INTRODUCTION, "## Times on a CPU", *_times(Result.load(CPU))]
     blocks += ["## Times on a GPU", *_times(Result.load(GPU))]
     patterns = Result.load("block_patterns")
-    return page("Block masks", *blocks, *_text(patterns), *_identifiers(patterns), *_needles(patterns))
+    return page("Block masks", *blocks, *patterns.sourced(*losses(patterns.data)))
 
 
 def _times(result: Result) -> list[str]:
@@ -84,13 +84,16 @@ def _times(result: Result) -> list[str]:
     data = result.data
     on_gpu = bool(result.machine["gpus"])
     what = TIMES.format_map({**data, "packing": "" if on_gpu else ", packing keys and values"})
-    headings = ["dtype, mask", "density", "ours", "ours / (density x dense)", "FlexAttention", "FlexAttention / ours"]
-    rows = [row for record in data["records"] for row in _rows_of_times(record)]
     findings = [_below(data["records"]), BELOW_ON_GPU if on_gpu else BELOW_ON_CPU, _flex(data["records"])]
     if not on_gpu and "amx_bf16" in result.machine["cpu_flags"]:
         findings.append(AMX)
-    provenance = result.provenance(result.gpu if on_gpu else result.processor)
-    return [what, table(headings, rows), provenance, " ".join(findings), _reading(data)]
+    return result.sourced(what, times(data["records"]), " ".join(findings), _reading(data))
+
+
+def times(records: list[dict[str, Any]]) -> str:
+    """By dtype and density."""
+    headings = ["dtype, mask", "density", "ours", "ours / (density x dense)", "FlexAttention", "FlexAttention / ours"]
+    return table(headings, [row for record in records for row in _rows_of_times(record)])
 
 
 def _rows_of_times(record: dict[str, Any]) -> Iterable[list[str]]:
@@ -135,9 +138,13 @@ def _reading(data: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def _text(result: Result) -> list[str]:
+def losses(data: dict[str, Any]) -> list[str]:
+    """What patterns lose of a text, of a name and of needles."""
+    return [*_text(data["text"]), *_identifiers(data["identifiers"]), *_needles(data["needles"])]
+
+
+def _text(text: dict[str, Any]) -> list[str]:
     """The attention of the demo model that patterns keep, one table for each block size."""
-    text = result.data["text"]
     blocks = ["## What patterns lose of a text", TEXT.format_map(text)]
     headings = ["pattern", "density", "recall", "lowest head", "bits per byte", "second half"]
     for block in BLOCKS:
@@ -145,7 +152,7 @@ def _text(result: Result) -> list[str]:
         for one in _of_block(text["records"], block):
             shares = (f"{one[name]:.3f}" for name in ("density", "recall", "recall_lowest_head"))
             rows.append([one["pattern"], *shares, *_bits(one, text)])
-        blocks += [f"Blocks of {block} tokens:", table(headings, rows), result.provenance(result.processor)]
+        blocks += [f"Blocks of {block} tokens:", table(headings, rows)]
     return [*blocks, _text_findings(text, BLOCKS[0])]
 
 
@@ -164,9 +171,8 @@ def _bits(one: dict[str, Any], dense: dict[str, Any]) -> list[str]:
     return [f"{one[name]:.3f}" + (f" ({one[name] - dense[name]:+.3f})" if one is not dense else "") for name in names]
 
 
-def _identifiers(result: Result) -> list[str]:
+def _identifiers(data: dict[str, Any]) -> list[str]:
     """How well the demo model copies, one row for each pattern."""
-    data = result.data["identifiers"]
     what = IDENTIFIERS.format(**data, letters=9 * data["texts"])
     distances = list(data["dense"]["bits"])
     by_name = {
@@ -185,26 +191,24 @@ def _identifiers(result: Result) -> list[str]:
     far = distances[-1]
     lost = by_name["top_p_blocks, 0.9"][0]["bits"][far] - data["dense"]["bits"][far]
     return [
-        "## What patterns lose of a name", what, table(headings, cells), result.provenance(result.processor),
+        "## What patterns lose of a name", what, table(headings, cells),
         IDENTIFIER_FINDINGS.format(distance=far, block=BLOCKS[0], lost=lost),
     ]  # fmt: skip
 
 
-def _needles(result: Result) -> list[str]:
+def _needles(every: list[dict[str, Any]]) -> list[str]:
     """The needles that are found, and the errors of the output."""
-    every = result.data["needles"]
     longest = max(one["tokens"] for one in every)
     kinds = [one for one in every if one["tokens"] == longest]
     what = NEEDLES.format(
         tokens=longest, count=kinds[0]["needles_in_a_band"],
         dense=f"{min(one['dense_error'] for one in kinds):.1%} to {max(one['dense_error'] for one in kinds):.1%}",
     )  # fmt: skip
-    provenance = result.provenance(result.processor)
     blocks = ["## Which needles are found", what]
     for text, name, sizes in ((KEPT, "kept", BLOCKS), (ERRORS, "error", BLOCKS[:1])):
         for block in sizes:
-            blocks += [text.format(block=block), _by_depth(kinds, block, name), provenance]
-    return [*blocks, LENGTHS.format(block=BLOCKS[0]), _by_length(every, BLOCKS[0]), provenance, NEEDLE_FINDINGS]
+            blocks += [text.format(block=block), _by_depth(kinds, block, name)]
+    return [*blocks, LENGTHS.format(block=BLOCKS[0]), _by_length(every, BLOCKS[0]), NEEDLE_FINDINGS]
 
 
 def _by_depth(kinds: list[dict[str, Any]], block: int, name: str) -> str:

@@ -45,9 +45,7 @@ def _prefill() -> list[str]:
         *_by_processor("prefill", "gflops"),
         "### With AVX2 only",
         "Our kernels are limited to AVX2; the peers use whatever the processor has, AVX-512 included.",
-        _comparison(avx2, "gflops"),
-        _limits(avx2),
-        avx2.provenance(f"{avx2.processor} of which ours use AVX2"),
+        *_comparison(avx2, "gflops", f"{avx2.processor} of which ours use AVX2"),
     ]
 
 
@@ -64,9 +62,7 @@ def _decode() -> list[str]:
         "Our kernels are limited to AVX2; the peers use whatever the processor has. Eight query heads a key head take "
         "8 operations for every byte, so that arithmetic and memory allow the same: "
         f"{avx2.data['limits']['fma'] / 8:.0f} GB/s ([decision](../decisions/0059-read-sixteen-heads-together.md)).",
-        _comparison(avx2, "gbytes_per_s"),
-        _limits(avx2),
-        avx2.provenance(f"{avx2.processor} of which ours use AVX2"),
+        *_comparison(avx2, "gbytes_per_s", f"{avx2.processor} of which ours use AVX2"),
     ]
 
 
@@ -74,12 +70,7 @@ def _by_processor(question: str, rate: str) -> list[str]:
     blocks = []
     for name in (question, f"xeon_amx/{question}"):
         result = Result.load(name)
-        blocks += [
-            f"### {result.processor}",
-            _comparison(result, rate),
-            _limits(result),
-            result.provenance(result.processor),
-        ]
+        blocks += [f"### {result.processor}", *_comparison(result, rate, result.processor)]
     return blocks
 
 
@@ -90,8 +81,7 @@ def _other_calls() -> list[str]:
         *_by_processor("packed", "gflops"),
         "## Overhead of a call",
         "A single token and a single head: next to no arithmetic, so this is what a call costs. We lose here.",
-        _comparison(tiny, None),
-        tiny.provenance(tiny.processor),
+        *tiny.sourced(_table_of_calls(tiny.data, None)),
     ]
 
 
@@ -108,31 +98,33 @@ def _backward() -> list[str]:
     for suffix, limited in (("", ""), ("_avx512_bf16", "AVX-512 with bfloat16"), ("_avx2", "AVX2")):
         result = Result.load(f"xeon_amx/backward{suffix}")
         where = f"{result.processor}, limited to {limited}" if limited else result.processor
-        blocks += [f"### Backward: {where}", _comparison(result, "gflops"), _limits(result), result.provenance(where)]
+        blocks += [f"### Backward: {where}", *_comparison(result, "gflops", where)]
     return blocks
 
 
 def _memory() -> list[str]:
     result = Result.load("memory")
+    return ["## Memory", *result.sourced(*peaks(result.data))]
+
+
+def peaks(data: dict[str, Any]) -> list[str]:
+    """Memory of prefill and backward."""
     return [
-        "## Memory",
         "The most that a causal bfloat16 prefill of 4 heads of 64 takes beyond its inputs, the result included.",
-        _peaks(result, "prefill"),
-        result.provenance(result.processor),
+        _peaks_of(data, "prefill"),
         "The same of its backward. The result is the gradients of q, k and v; what the forward kept is not counted: q, "
         "k, v, out and lse.",
-        _peaks(result, "backward"),
-        result.provenance(result.processor),
+        _peaks_of(data, "backward"),
     ]
 
 
-def _peaks(result: Result, kind: str) -> str:
-    found = [peak for peak in result.data["peaks"] if peak["kind"] == kind]
+def _peaks_of(data: dict[str, Any], kind: str) -> str:
+    found = [peak for peak in data["peaks"] if peak["kind"] == kind]
     rows = []
     for seqlen, group in groupby(found, key=lambda peak: peak["seqlen"]):
-        peaks = list(group)
-        cells = [peak["reason"] or _megabytes(peak["extra_bytes"]) for peak in peaks]
-        rows.append([tokens(seqlen), _megabytes(peaks[0]["result_bytes"]), *cells])
+        row = list(group)
+        cells = [peak["reason"] or _megabytes(peak["extra_bytes"]) for peak in row]
+        rows.append([tokens(seqlen), _megabytes(row[0]["result_bytes"]), *cells])
     return table(["tokens", "the result", *dict.fromkeys(peak["peer"] for peak in found)], rows)
 
 
@@ -146,39 +138,35 @@ def _models() -> list[str]:
     ]
     for name in ("decode_in_model", "xeon_amx/decode_in_model"):
         result = Result.load(name)
-        table_of = _model_shares if "attention_seconds" in result.data["rows"][0] else _model_times
-        blocks += [f"### {result.processor}", table_of(result.data["rows"]), result.provenance(result.processor)]
+        rows = tokens_of_models(result.data["rows"])
+        blocks += [f"### {result.processor}", *result.sourced(rows, device=result.processor)]
     return blocks
 
 
-MODEL_HEADINGS = ["model dtype, keys", "SDPA", "ours", "vs SDPA", "ours, own threads", "vs SDPA"]
-
-
-def _model_times(rows: list[dict[str, Any]]) -> str:
-    return table(MODEL_HEADINGS, [_model_cells(row) for row in rows])
-
-
-def _model_shares(rows: list[dict[str, Any]]) -> str:
-    """The speedup of whole models, with the noise and attention's share of a token."""
-    cells = []
-    for row in rows:
-        times, shares = row["seconds"], row["attention_seconds"]
-        noise = f"{times['sdpa'] / times['sdpa again']:.2f}x"
-        cells.append([*_model_cells(row), noise, seconds(shares["sdpa"]), seconds(shares["fast_attention"])])
-    return table([*MODEL_HEADINGS, "noise", "attention by SDPA", "by ours"], cells)
-
-
-def _model_cells(row: dict[str, Any]) -> list[str]:
+def tokens_of_models(rows: list[dict[str, Any]]) -> str:
+    """Times of a token; where it was measured, the noise and how much of a token is attention."""
+    headings = ["model dtype, keys", "SDPA", "ours", "vs SDPA", "ours, own threads", "vs SDPA"]
     keys = ("sdpa", "fast_attention", "fast_attention, its own threads")
-    sdpa, ours, own = (row["seconds"][key] for key in keys)
-    name = f"{row['dtype']}, {tokens(row['keys'])} keys"
-    return [name, seconds(sdpa), seconds(ours), ratio(sdpa / ours), seconds(own), ratio(sdpa / own)]
+    every = []
+    for row in rows:
+        sdpa, ours, own = (row["seconds"][key] for key in keys)
+        cells = [f"{row['dtype']}, {tokens(row['keys'])} keys", seconds(sdpa)]
+        cells += [seconds(ours), ratio(sdpa / ours), seconds(own), ratio(sdpa / own)]
+        if "attention_seconds" in row:
+            shares = (row["attention_seconds"][key] for key in keys[:2])
+            cells += [f"{sdpa / row['seconds']['sdpa again']:.2f}x", *map(seconds, shares)]
+        every.append(cells)
+    return table([*headings, "noise", "attention by SDPA", "by ours"][: len(every[0])], every)
 
 
-def _comparison(result: Result, rate: str | None) -> str:
+def _comparison(result: Result, rate: str, device: str) -> list[str]:
+    return result.sourced(f"{_table_of_calls(result.data, rate)}\n\n{_limits(result.data)}", device=device)
+
+
+def _table_of_calls(data: dict[str, Any], rate: str | None) -> str:
     """A row for each call: our time and rate, the times of our other layouts, the ratio to each peer."""
-    measurements = result.data["measurements"]
-    peers = [name for name in result.data["peers"] if any(_measured(one, name) for one in measurements)]
+    measurements = data["measurements"]
+    peers = [name for name in data["peers"] if any(_measured(one, name) for one in measurements)]
     variants = [name for name in peers if name.startswith(f"{OURS},")]
     others = [name for name in peers if not name.startswith(OURS)]
     unit = {"gflops": "GFLOP/s", "gbytes_per_s": "GB/s"}.get(rate or "")
@@ -213,15 +201,15 @@ def _measured(one: dict[str, Any], name: str) -> bool:
     return one["peer"] == name and one["seconds"] is not None
 
 
-def _limits(result: Result) -> str:
-    limits, peers = result.data["limits"], result.data["peers"]
+def _limits(data: dict[str, Any]) -> str:
+    limits, peers = data["limits"], data["peers"]
     found = {
         "GFLOP/s of float32": limits["fma"],
         "GFLOP/s of bfloat16 products": limits["bf16_dot"],
         "GB/s of memory reads": limits["dram_read"],
     }
     what = ", ".join(f"{value:.0f} {name}" for name, value in found.items() if value)
-    measured = {one["peer"] for one in result.data["measurements"] if one["seconds"] is not None}
+    measured = {one["peer"] for one in data["measurements"] if one["seconds"] is not None}
     versions = [f"{name} {version}" for name, version in peers.items() if name in measured & {"OpenVINO", "ggml"}]
     end = f" Peers: {'; '.join(versions)}." if versions else ""
     return f"Limits when the run began: {what}.{end}"

@@ -43,9 +43,14 @@ def build_prefill() -> str:
         measurements = result.data["measurements"]
         dense = [one for one in measurements if one["tokens"] != "packed"]
         varlen = [one for one in measurements if one["tokens"] == "packed"]
-        blocks += [f"## {result.gpu}", _dense(dense), result.provenance(result.gpu)]
-        blocks += [f"### Sequences of uneven length, {result.gpu}", *_varlen(varlen), result.provenance(result.gpu)]
-        blocks += [f"### Overhead of a call, {result.gpu}", *_overhead(result), result.provenance(result.gpu)]
+        blocks += result.sourced(
+            f"## {result.gpu}",
+            _dense(dense),
+            f"### Sequences of uneven length, {result.gpu}",
+            *_varlen(varlen),
+            f"### Overhead of a call, {result.gpu}",
+            *_overhead(result.data["call_us"]),
+        )
     return page("GPU: prefill", *blocks)
 
 
@@ -78,8 +83,7 @@ def _problem(one: dict[str, Any]) -> str:
     return f"{one['headdim']}, {mask}{length}"
 
 
-def _overhead(result: Result) -> list[str]:
-    calls = result.data["call_us"]
+def _overhead(calls: dict[str, float]) -> list[str]:
     rows = [
         ["`fast_attn_func`, the whole call", number(calls["fast_attn_func"])],
         ["of that, from the validated call to the enqueued kernel", number(calls["backend"])],
@@ -91,11 +95,10 @@ def _overhead(result: Result) -> list[str]:
 
 def build_backward() -> str:
     """gpu-backward.md."""
-    blocks = [BACKWARD_INTRODUCTION]
     result = Result.load("gpu_backward")
-    blocks += [f"## {result.gpu}", _dense(result.data["measurements"]), result.provenance(result.gpu)]
-    blocks += [f"### Memory, {result.gpu}", *_peaks(result.data["peaks"]), result.provenance(result.gpu)]
-    return page("GPU: backward", *blocks)
+    rates, peaks = _dense(result.data["measurements"]), _peaks(result.data["peaks"])
+    blocks = result.sourced(f"## {result.gpu}", rates, f"### Memory, {result.gpu}", *peaks)
+    return page("GPU: backward", BACKWARD_INTRODUCTION, *blocks)
 
 
 def _peaks(peaks: list[dict[str, Any]]) -> list[str]:
@@ -117,13 +120,16 @@ def build_decode() -> str:
     blocks = [DECODE_INTRODUCTION]
     for name in ("gpu_decode", "h100/gpu_decode"):
         result = Result.load(name)
-        blocks += [f"## {result.gpu}", *_shapes(result), result.provenance(result.gpu)]
-        blocks += [f"### Pages, quantized caches and other code paths, {result.gpu}", *_variations(result)]
-        blocks += [result.provenance(result.gpu)]
         rows = [[f"`fast_attn_with_kvcache`{_case(name)}", number(us)] for name, us in result.data["call_us"].items()]
-        what = "Microseconds of the CPU for a call on a short cache."
-        blocks += [f"### Overhead of a call, {result.gpu}", what, table(["call", "us"], rows)]
-        blocks += [result.provenance(result.gpu)]
+        blocks += result.sourced(
+            f"## {result.gpu}",
+            *_shapes(result.data),
+            f"### Pages, quantized caches and other code paths, {result.gpu}",
+            *_variations(result.data),
+            f"### Overhead of a call, {result.gpu}",
+            "Microseconds of the CPU for a call on a short cache.",
+            table(["call", "us"], rows),
+        )
     return page("GPU: decode", *blocks)
 
 
@@ -131,10 +137,10 @@ def _case(name: str) -> str:
     return "" if name == "fast_attn_with_kvcache" else f" {name}"
 
 
-def _shapes(result: Result) -> list[str]:
-    copy = result.data["copy_gbps"]
+def _shapes(data: dict[str, Any]) -> list[str]:
+    copy = data["copy_gbps"]
     rows = []
-    for one in result.data["measurements"]:
+    for one in data["measurements"]:
         ours, flash, cudnn = (one["gbps"][name] for name in ("fastattention", "SDPA flash", "SDPA cudnn"))
         cells = [number(one["microseconds"]["fastattention"]), *(f"{rate:.0f}" for rate in (ours, flash, cudnn))]
         rows.append([_shape(one), *cells, ratio(ours / flash), ratio(ours / cudnn), f"{ours / copy:.0%}"])
@@ -143,8 +149,8 @@ def _shapes(result: Result) -> list[str]:
     return [what, table([*headings, "vs FlashAttention-2", "vs cuDNN", "of a copy"], rows)]
 
 
-def _variations(result: Result) -> list[str]:
-    varied = [one for one in result.data["measurements"] if "pages of 16" in one["microseconds"]]
+def _variations(data: dict[str, Any]) -> list[str]:
+    varied = [one for one in data["measurements"] if "pages of 16" in one["microseconds"]]
     rows = []
     for name in VARIATIONS:
         cells = []

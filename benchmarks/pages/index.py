@@ -38,12 +38,15 @@ fastattention bench                 # this machine's CPU and its GPU or NPU
 fastattention bench gpu gpu_decode gpu_backward  # its GPU only
 python benchmarks/pages             # these pages, from the result files
 python benchmarks/pages --check     # fails where they differ from the result files
-```"""
+```
+
+Some results name scripts that the command has replaced: what `benchmarks/prefill.py` measured, `fastattention bench
+prefill` does."""
 
 
 def build() -> str:
     """index.md."""
-    rows = [[link, what, "; ".join(_device(Result.load(name)) for name in names)] for link, what, names in PAGES]
+    rows = [[link, what, "; ".join(Result.load(name).device for name in names)] for link, what, names in PAGES]
     predictions = [
         ["[Ascend: predictions](ascend-plan.md)", "a simulator of Ascend chips", "none"],
         ["[Volta: predictions](volta-model.md)", "machine code and a model of an SM", "none"],
@@ -60,7 +63,3 @@ def build() -> str:
         MEASURE,
         f"Registers, shared memory and code size of every GPU kernel are in [kernels_resources.md]({resources}).",
     )
-
-
-def _device(result: Result) -> str:
-    return result.gpu if result.machine["gpus"] else result.processor

@@ -52,7 +52,12 @@ def build() -> str:
     """int8-products.md."""
     result = Result.load("int8_errors")
     times = [block for name, heading in TIMES.items() for block in _times(name, heading)]
-    return page("int8 products", INTRODUCTION, *_errors(result), *_model(result), *times)
+    return page("int8 products", INTRODUCTION, *result.sourced(*losses(result.data)), *times)
+
+
+def losses(data: dict[str, Any]) -> list[str]:
+    """Errors, and what a model loses."""
+    return [*_errors(data), *_model(data["model"])]
 
 
 def relative_l1(data: dict[str, Any], numbers: str, method: str, headdim: int = 128) -> float:
@@ -65,8 +70,7 @@ def relative_l1(data: dict[str, Any], numbers: str, method: str, headdim: int = 
     return error
 
 
-def _errors(result: Result) -> list[str]:
-    data = result.data
+def _errors(data: dict[str, Any]) -> list[str]:
     made = data["errors"][0]
     what = ROWS.format(heads=made["heads"], seqlen=made["seqlen"], tokens=data["model"]["tokens"], **data["outliers"])
     int8, plain, bfloat16, _ = METHODS
@@ -77,11 +81,10 @@ def _errors(result: Result) -> list[str]:
         wide=relative_l1(data, "wide channels in keys", int8),
         queries=relative_l1(data, "offset in queries", int8),
     )
-    provenance = result.provenance(result.processor)
     cosine = _error_table(data["errors"], "cosine", "{:.6f} ({:.6f})")
     l1 = _error_table(data["errors"], "relative_l1", "{:.2%} ({:.2%})")
     text = ERRORS.format(int8_by=data["int8_by"])
-    return ["## Errors", text, what, COSINE, cosine, provenance, L1, l1, provenance, findings]
+    return ["## Errors", text, what, COSINE, cosine, L1, l1, findings]
 
 
 def _error_table(errors: list[dict[str, Any]], name: str, cell: str) -> str:
@@ -92,8 +95,7 @@ def _error_table(errors: list[dict[str, Any]], name: str, cell: str) -> str:
     return table(["elements", "headdim", *METHODS], rows.values())
 
 
-def _model(result: Result) -> list[str]:
-    model = result.data["model"]
+def _model(model: dict[str, Any]) -> list[str]:
     exact = model["exact_bits"]
     more = {one["method"]: one["bits"] / exact - 1 for one in model["records"]}
     rows = [["exact", f"{exact:.5f}", "-", "-"]]
@@ -104,8 +106,7 @@ def _model(result: Result) -> list[str]:
     )
     return [
         "## What a model loses", MODEL.format(tokens=model["tokens"]),
-        table(["attention", "bits per byte", "change", "same next byte"], rows),
-        result.provenance(result.processor), findings,
+        table(["attention", "bits per byte", "change", "same next byte"], rows), findings,
     ]  # fmt: skip
 
 
@@ -114,15 +115,18 @@ def _times(name: str, heading: str) -> list[str]:
     if not (results.RESULTS / f"{name}.json").exists():
         return []
     result = Result.load(name)
-    on_gpu = bool(result.machine["gpus"])
+    what = f"{TIMES_TEXT} {GPU_PATHS if result.machine['gpus'] else AT_MOST}"
+    return result.sourced(f"## {heading}", what, times(result.data["records"]))
+
+
+def times(records: list[dict[str, Any]]) -> str:
+    """With and without int8 products."""
     rows = []
-    for one in result.data["records"]:
+    for one in records:
         exact, int8, rest = one["seconds"]["exact"], one["seconds"]["int8"], one["seconds"].get("rest")
         causal = "causal" if one["causal"] else "not causal"
         call = f"{one['dtype']}, {one['nheads']} heads of {one['headdim']}, {tokens(one['seqlen'])} tokens, {causal}"
-        most = [] if on_gpu else [f"{exact / rest:.2f}x"]
+        most = [f"{exact / rest:.2f}x"] if rest else []
         rows.append([one["path"], call, seconds(exact), seconds(int8), ratio(exact / int8), *most])
-    columns = ["kernels", "call", "exact", "int8", "exact / int8"] + ([] if on_gpu else ["at most"])
-    provenance = result.provenance(result.gpu if on_gpu else result.processor)
-    what = f"{TIMES_TEXT} {GPU_PATHS if on_gpu else AT_MOST}"
-    return [f"## {heading}", what, table(columns, rows, text_columns=2), provenance]
+    columns = ["kernels", "call", "exact", "int8", "exact / int8", "at most"]
+    return table(columns[: max(map(len, rows), default=len(columns))], rows, text_columns=2)

@@ -49,16 +49,13 @@ def _section(name: str, heading: str) -> list[str]:
     steps = [[*_cells(one, peers), *_rate(one, result, on_gpu)] for one in records if one["seqlen"] == 1]
     columns = ["rule", "batch x tokens", "dtype", "ours", *(f"{peer} / ours" for peer in peers)]
     of_states = ["in a graph", "states, GB/s"] if on_gpu else ["states, GB/s", "of reading"]
-    provenance = result.provenance(result.gpu if on_gpu else result.processor)
-    return [
+    return result.sourced(
         f"## {heading}",
         PROMPTS,
         table(columns, prompts, text_columns=3),
-        provenance,
         STEPS.format(limit=limit),
         table([*columns, *of_states], steps, text_columns=3),
-        provenance,
-    ]
+    )
 
 
 def _cells(one: dict[str, Any], peers: list[str]) -> list[str]:

@@ -36,11 +36,22 @@ def build() -> str:
     blocks = [INTRODUCTION, "![Policies against classical uploads](../assets/long-contexts.svg)"]
     for title, name in (("the slower host", "long_context"), ("the faster host", "faster_host/long_context")):
         result = Result.load(name)
-        blocks += [f"## Milliseconds a token, {title}", _steps(result), _provenance(result)]
-        blocks += [f"### Bandwidths and memory, {title}", *_bandwidths(result), _provenance(result)]
-        blocks += [f"### All layers on the GPU, and Transformers' offloaded cache, {title}", *_extremes(result)]
-        blocks += [_provenance(result)]
-    return page("Long contexts", *blocks, *_generate())
+        blocks += result.sourced(*sections(title, result.data), device=_gpu_and_host(result))
+    result = Result.load("long_generate")
+    called = result.sourced(generated(result.data["rows"]), device=_gpu_and_host(result))
+    return page("Long contexts", *blocks, "## A whole call of `generate`", GENERATE, *called)
+
+
+def sections(title: str, data: dict[str, Any]) -> list[str]:
+    """Steps, what they were predicted from, and caches that are not shared. title: of the host."""
+    return [
+        f"## Milliseconds a token, {title}",
+        _steps(data["rows"]),
+        f"### Bandwidths and memory, {title}",
+        *_bandwidths(data),
+        f"### All layers on the GPU, and Transformers' offloaded cache, {title}",
+        *_extremes(data["rows"]),
+    ]
 
 
 def build_chart() -> str:
@@ -48,7 +59,7 @@ def build_chart() -> str:
     result = Result.load("long_context")
     groups = []
     for policy, how in (("cooperative", "the CPU attends"), ("hybrid", "the CPU attends, the GPU uploads the rest")):
-        gains = [(row, row["seconds"]["classical"] / row["seconds"][policy]) for row in _shared(result)]
+        gains = [(row, row["seconds"]["classical"] / row["seconds"][policy]) for row in _shared(result.data["rows"])]
         bars = [Bar(MODELS[row["model"]], _case(row).partition(", ")[2], gain) for row, gain in gains]
         groups.append(Group(policy.capitalize(), how, bars))
     return Chart(
@@ -60,17 +71,17 @@ def build_chart() -> str:
     ).svg()
 
 
-def _provenance(result: Result) -> str:
-    return result.provenance(f"{result.gpu}, host {result.processor}")
+def _gpu_and_host(result: Result) -> str:
+    return f"{result.gpu}, host {result.processor}"
 
 
-def _shared(result: Result) -> list[dict[str, Any]]:
-    return [row for row in result.data["rows"] if row["num_layers_cpu"]]
+def _shared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["num_layers_cpu"]]
 
 
-def _steps(result: Result) -> str:
+def _steps(measured: list[dict[str, Any]]) -> str:
     rows = []
-    for row in _shared(result):
+    for row in _shared(measured):
         taken, predicted = row["seconds"], row["predicted"]
         times = [f"{number(1e3 * taken[policy])} ({number(1e3 * predicted[policy])})" for policy in POLICIES]
         gains = [ratio(taken["classical"] / taken[policy]) for policy in POLICIES[1:]]
@@ -84,15 +95,15 @@ def _case(row: dict[str, Any]) -> str:
     return f"{MODELS[row['model']]}, {tokens(row['seqlen'])}, {row['num_layers_cpu']}{stored}"
 
 
-def _bandwidths(result: Result) -> list[str]:
+def _bandwidths(data: dict[str, Any]) -> list[str]:
     rows = []
-    for row in _shared(result):
+    for row in _shared(data["rows"]):
         hardware = row["hardware"]
         rates = [number(hardware[f"{name}_bandwidth"] / 1e9) for name in ("link", "cpu", "dram")]
         memory = [number(row[name] / 2**30) for name in ("kv_gpu_bytes", "kv_cpu_bytes", "gpu_peak_bytes")]
         difference = max(row["difference"].values())
         rows.append([_case(row), *rates, *memory, f"{difference:.1%}"])
-    reads = result.data["cpu_read_bytes_per_s"]
+    reads = data["cpu_read_bytes_per_s"]
     by_threads = ", ".join(f"{number(rate / 1e9)} with {count}" for count, rate in reads.items())
     headings = ["model, keys, layers on the CPU", "link, GB/s", "CPU attention, GB/s", "both together, GB/s"]
     headings += ["cache on the GPU, GiB", "in host memory, GiB", "GPU peak, GiB", "difference from classical"]
@@ -101,9 +112,9 @@ def _bandwidths(result: Result) -> list[str]:
     return [what, more, table(headings, rows)]
 
 
-def _extremes(result: Result) -> list[str]:
+def _extremes(measured: list[dict[str, Any]]) -> list[str]:
     rows = []
-    for row in result.data["rows"]:
+    for row in measured:
         resident, transformers = row["seconds"].get("resident"), row.get("transformers_seconds")
         if resident or transformers:
             cells = [f"{number(1e3 * taken)}" if taken else "-" for taken in (resident, transformers)]
@@ -112,10 +123,10 @@ def _extremes(result: Result) -> list[str]:
     return [what, table(["model, keys", "all layers on the GPU, ms", "Transformers' offloaded cache, ms"], rows)]
 
 
-def _generate() -> list[str]:
-    result = Result.load("long_generate")
+def generated(calls: list[dict[str, Any]]) -> str:
+    """Whole calls of generate, beside their plans."""
     rows = []
-    for row in result.data["rows"]:
+    for row in calls:
         memory = [number(row[name] / 2**30) for name in ("kv_gpu_bytes", "kv_cpu_bytes", "gpu_peak_bytes")]
         planned = row["plan"]
         step = f"{number(1e3 * row['seconds_per_token'])} ({number(1e3 * planned['seconds_per_token'])})"
@@ -124,9 +135,4 @@ def _generate() -> list[str]:
         rows.append([shape, layers, number(row["prefill_seconds"]), step, *memory])
     headings = ["model, prompt, budget", "policy, layers on the CPU (planned)", "prompt, s", "ms a token (planned)"]
     headings += ["cache on the GPU, GiB", "in host memory, GiB", "GPU peak, GiB"]
-    return [
-        "## A whole call of `generate`",
-        GENERATE,
-        table(headings, rows, text_columns=2),
-        _provenance(result),
-    ]
+    return table(headings, rows, text_columns=2)

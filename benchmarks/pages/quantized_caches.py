@@ -23,20 +23,24 @@ def build() -> str:
     return page(
         "Quantized caches",
         INTRODUCTION,
-        "## What storing costs",
-        "In units of the output's root mean square: the largest error, and the root mean square error in brackets.",
-        _errors(result.data["errors"]),
-        result.provenance(result.processor),
-        "## What arithmetic costs",
-        "A decode of 4096 keys, 32 heads on 8 of 128: the largest error, and the root mean square error in brackets.",
-        _arithmetic(result.data["arithmetic"]),
-        result.provenance(result.processor),
-        "## Decode on a CPU",
-        _times(result.data["times"]),
-        result.provenance(result.processor),
+        *result.sourced(*sections(result.data)),
         "## Decode on a GPU",
         "Quantized caches on an H200 and an H100 are on the page [GPU: decode](gpu-decode.md).",
     )
+
+
+def sections(data: dict[str, Any]) -> list[str]:
+    """Errors and times."""
+    return [
+        "## What storing costs",
+        "In units of the output's root mean square: the largest error, and the root mean square error in brackets.",
+        _errors(data["errors"]),
+        "## What arithmetic costs",
+        "A decode of 4096 keys, 32 heads on 8 of 128: the largest error, and the root mean square error in brackets.",
+        _arithmetic(data["arithmetic"]),
+        "## Decode on a CPU",
+        _times(data["times"]),
+    ]
 
 
 def _errors(records: list[dict[str, Any]]) -> str:

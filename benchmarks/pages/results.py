@@ -55,6 +55,19 @@ class Result:
         name = gpus[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
         return f"{len(gpus)} {name}" if len(gpus) > 1 else name
 
+    @cached_property
+    def device(self) -> str:
+        """The GPUs; the CPU where there are none."""
+        return self.gpu if self.machine["gpus"] else self.processor
+
+    def sourced(self, *blocks: str, device: str | None = None) -> list[str]:
+        """The blocks of a page, each table followed by its source.
+
+        device: what the figures were measured on, if not `self.device`
+        """
+        source = self.provenance(device or self.device)
+        return [block for each in blocks for block in ((each, source) if each.startswith("| ") else (each,))]
+
     def provenance(self, device: str) -> str:
         """The lines under a table. device: that on which the figures were measured."""
         versions = [f"{name} {version}" for name, version in self.machine["versions"].items() if self._shown(name)]

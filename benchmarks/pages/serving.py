@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from statistics import median
 from typing import Any
 
@@ -30,10 +31,10 @@ parameters: {ends}. None was lost, none got another answer than it should. Resid
 first minute, {peak} at most afterwards."""
 
 GRAPHS = {
-    "True": ", CUDA graphs of all steps",
-    "[False, True]": ", CUDA graphs of steps without prompts (default)",
-    "False": ", no CUDA graphs",
-    "None": "",
+    "true": ", CUDA graphs of all steps",
+    "[false, true]": ", CUDA graphs of steps without prompts (default)",
+    "false": ", no CUDA graphs",
+    "null": "",
 }
 
 
@@ -42,15 +43,14 @@ def build() -> str:
     blocks = [INTRODUCTION]
     for name, title in (("serving_cpu", "CPU: 100M parameters"), ("serving_gpu", "GPU: the shape of LLaMA-3-8B")):
         result = Result.load(name)
-        device = result.gpu if name == "serving_gpu" else result.processor
-        blocks += [f"## {title}", *_batching(result, result.provenance(device))]
-    soak = Result.load("serving_soak")
-    blocks += ["## A server under load", _soak(soak), soak.provenance(soak.processor)]
+        blocks += result.sourced(f"## {title}", *batching(result.data))
+    result = Result.load("serving_soak")
+    blocks += ["## A server under load", soak(result.data), result.provenance(result.device)]
     return page("Serving", *blocks)
 
 
-def _batching(result: Result, provenance: str) -> list[str]:
-    data = result.data
+def batching(data: dict[str, Any]) -> list[str]:
+    """Tokens a second by each setting, beside the bounds."""
     rates = {_rate(data, one): one for one in data["records"]}
     best = {
         name: max(rate for rate, one in rates.items() if one["implementation"] == name)
@@ -59,7 +59,7 @@ def _batching(result: Result, provenance: str) -> list[str]:
     rows = []
     for rate, one in rates.items():
         settings = one["settings"]
-        graphs = GRAPHS[str(settings.get("use_cuda_graph"))]
+        graphs = GRAPHS[json.dumps(settings.get("use_cuda_graph"))]
         beside = f"{one['peak_bytes'] / 1e6:.0f}"
         line = f"`{one['implementation']}`, {settings['max_batch_tokens']} tokens a batch{graphs}"
         rows.append([line, number(rate), beside, f"{rate / best['sdpa']:.2f}x"])
@@ -70,7 +70,7 @@ def _batching(result: Result, provenance: str) -> list[str]:
     headings = ["continuous batching with", "new tokens a second", "beside, MB", "vs the best of `sdpa`"]
     bounds = BOUNDS.format_map({name: seconds(value) for name, value in data["bounds"].items()})
     taken = seconds(data["requests"] * data["new_tokens"] / best["fast_attention"])
-    blocks = [what, table(headings, rows), provenance, f"{bounds} Ours took {taken}."]
+    blocks = [what, table(headings, rows), f"{bounds} Ours took {taken}."]
     if "vllm" in data:
         ours, theirs = (data["vllm"]["rates"][name] for name in ("vLLM with the plugin", "vLLM"))
         texts = {"ours": number(ours), "theirs": number(theirs), "ratio": ratio(ours / theirs)}
@@ -83,8 +83,8 @@ def _rate(data: dict[str, Any], one: dict[str, Any]) -> float:
     return float(data["requests"] * data["new_tokens"] / median(one["seconds"]))
 
 
-def _soak(result: Result) -> str:
-    data = result.data
+def soak(data: dict[str, Any]) -> str:
+    """How requests ended, and what the server took."""
     kinds = {"whole": "whole answers", "stream": "streams", "left": "streams that were left", "nonsense": "nonsense"}
     ends = ", ".join(f"{data['ends'][kind]} {name}" for kind, name in kinds.items())
     return SOAK.format(

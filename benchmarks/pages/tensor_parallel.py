@@ -63,13 +63,19 @@ def build() -> str:
         blocks.append(f"## {where}")
         if title in NOTES:
             blocks.append(NOTES[title])
-        kinds = [kind for kind in KINDS if any(kind in row["seconds"] for row in result.data["rows"])]
-        for kind in kinds:
-            blocks += [f"### {where}: milliseconds, {KINDS[kind]}", _times(result, kind), result.provenance(result.gpu)]
-        if any("trace" in row for row in result.data["rows"]):
-            blocks += [f"### {where}: traces of CUDA graphs", *_traces(result), result.provenance(result.gpu)]
-        blocks += [f"### {where}: what `auto` chose", _plans(result, kinds[0]), result.provenance(result.gpu)]
+        blocks += result.sourced(*sections(where, result.data["rows"]))
     return page("Tensor parallelism", *blocks)
+
+
+def sections(where: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Times, traces and plans of some ranks."""
+    blocks = []
+    kinds = [kind for kind in KINDS if any(kind in row["seconds"] for row in rows)]
+    for kind in kinds:
+        blocks += [f"### {where}: milliseconds, {KINDS[kind]}", _times(rows, kind)]
+    if any("trace" in row for row in rows):
+        blocks += [f"### {where}: traces of CUDA graphs", *_traces(rows)]
+    return [*blocks, f"### {where}: what `auto` chose", _plans(rows, kinds[0])]
 
 
 def build_chart() -> str:
@@ -88,8 +94,7 @@ def build_chart() -> str:
     ).svg()
 
 
-def _times(result: Result, kind: str) -> str:
-    rows = result.data["rows"]
+def _times(rows: list[dict[str, Any]], kind: str) -> str:
     names = [name for name in COLUMNS if any(name in row["seconds"][kind] for row in rows)]
     cells = []
     for row in rows:
@@ -110,9 +115,9 @@ def _case(row: dict[str, Any]) -> str:
     return f"{row['model']}, {row['batch_size']} x {tokens(row['seqlen_q'])}{keys}"
 
 
-def _traces(result: Result) -> list[str]:
+def _traces(cases: list[dict[str, Any]]) -> list[str]:
     rows = []
-    for row in result.data["rows"]:
+    for row in cases:
         found = row.get("trace", {}).get("graph", {}).get("auto")
         if found:
             times = [number(1e3 * found[name]) for name in ("compute", "communication", "exposed")]
@@ -122,9 +127,9 @@ def _traces(result: Result) -> list[str]:
     return [what, table(headings, rows)]
 
 
-def _plans(result: Result, kind: str) -> str:
+def _plans(cases: list[dict[str, Any]], kind: str) -> str:
     rows = []
-    for row in result.data["rows"]:
+    for row in cases:
         plan = row["plans"]["auto"][kind]
         hidden = row["derived"][kind]["hidden"]["auto"]
         rows.append([_case(row), f"`{plan['transport']}`", ", ".join(_runs(plan["rows"])), f"{hidden:.0%}"])

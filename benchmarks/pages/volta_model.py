@@ -27,33 +27,32 @@ def build() -> str:
     """volta-model.md."""
     model, counts = Result.load("volta_model"), Result.load("volta_issue_cycles")
     backward = Result.load("volta_backward")
-    source = model.provenance(PREDICTED)
     largest = max(abs(one["predicted"]["error"]) for one in model.data["published"])
     return page(
         "Volta: predictions",
         INTRODUCTION.format(largest=largest),
-        "## The model against published measurements",
-        "PyTorch's CUTLASS kernel on a V100, in useful TFLOPS. Library version, module and clock were not published.",
-        _published(model.data["published"]),
-        source,
-        "## Our kernel and PyTorch's, predicted",
-        "16384 tokens in all, hidden size 2048, float16, in useful TFLOPS. **Bold** ratios are losses.",
-        _compared(model.data["predicted"]["compared"]),
-        source,
-        "## If the figures of the chip are wrong",
-        "Half and twice each figure that is not known for certain, at 4096 tokens without a mask. Differences of 5% "
-        "and less mean nothing. The error is the largest one on the published measurements.",
-        _assumptions(model.data["predicted"]["assumptions"]),
-        source,
-        "## Issue cycles",
-        f"Counts for a tile of keys without a mask, per {counts.data['tensor_cycles']} tensor cycles of a warp from "
-        "the issue cycles on. They are counts, not times.",
-        _counts(counts.data["kernels"]),
-        counts.provenance(COUNTED),
-        "## Backward",
-        BACKWARD,
-        _backward(backward.data["headdims"]),
-        backward.provenance(COUNTED),
+        *model.sourced(
+            "## The model against published measurements",
+            "PyTorch's CUTLASS kernel on a V100, in useful TFLOPS. Library version, module and clock were not "
+            "published.",
+            _published(model.data["published"]),
+            "## Our kernel and PyTorch's, predicted",
+            "16384 tokens in all, hidden size 2048, float16, in useful TFLOPS. **Bold** ratios are losses.",
+            _compared(model.data["predicted"]["compared"]),
+            "## If the figures of the chip are wrong",
+            "Half and twice each figure that is not known for certain, at 4096 tokens without a mask. Differences of "
+            "5% and less mean nothing. The error is the largest one on the published measurements.",
+            _assumptions(model.data["predicted"]["assumptions"]),
+            device=PREDICTED,
+        ),
+        *counts.sourced(
+            "## Issue cycles",
+            f"Counts for a tile of keys without a mask, per {counts.data['tensor_cycles']} tensor cycles of a warp "
+            "from the issue cycles on. They are counts, not times.",
+            _counts(counts.data["kernels"]),
+            device=COUNTED,
+        ),
+        *backward.sourced("## Backward", BACKWARD, _backward(backward.data["headdims"]), device=COUNTED),
     )
 
 

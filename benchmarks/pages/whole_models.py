@@ -90,44 +90,36 @@ def _range(ratios: list[float]) -> str:
 
 
 def _on_gpu(result: Result) -> list[str]:
-    model, source = result.data["model"], result.provenance(result.gpu)
+    model = result.data["model"]
     decode = f"{DECODE} {BEFORE}" if model in MEAN_OF_STEPS else DECODE
-    return [
+    return result.sourced(
         f"## {_title(result)}, {result.gpu}",
         f"### {model}: prefill",
         PREFILL,
         _rates(result, "prefill"),
-        source,
         f"### {model}: decode",
         decode,
         _rates(result, "decode"),
-        source,
         f"### {model}: decode in CUDA graphs",
         GRAPH,
         _rates(result, "graphed_decode", with_first=False),
-        source,
         f"### {model}: memory",
         MEMORY,
         _memory(result),
-        source,
-    ]
+    )
 
 
 def _on_cpu(result: Result) -> list[str]:
-    source = result.provenance(result.processor)
-    return [
+    return result.sourced(
         f"## {_title(result)}, {result.processor}",
         CPU,
         "Prefill:",
         _rates(result, "prefill", with_first=False),
-        source,
         "Decode:",
         _rates(result, "decode", with_first=False),
-        source,
         MEMORY,
         _memory(result),
-        source,
-    ]
+    )
 
 
 def _title(result: Result) -> str:

@@ -36,25 +36,20 @@ def build() -> str:
     return page(
         "Wide heads and latent attention",
         INTRODUCTION,
-        f"## Prefill, {gpu.gpu}",
-        PREFILL,
-        _gpu_prefill(gpu),
-        gpu.provenance(gpu.gpu),
-        f"## Decode, {gpu.gpu}",
-        DECODE,
-        _gpu_decode(gpu),
-        gpu.provenance(gpu.gpu),
+        *gpu.sourced(
+            f"## Prefill, {gpu.gpu}", PREFILL, prefill(gpu.data), f"## Decode, {gpu.gpu}", DECODE, decode(gpu.data)
+        ),
         f"## {cpu.processor}",
         CPU,
         LATENT_ON_CPU,
-        _cpu(cpu),
-        cpu.provenance(cpu.processor),
+        *cpu.sourced(on_cpu(cpu.data)),
     )
 
 
-def _gpu_prefill(result: Result) -> str:
+def prefill(data: dict[str, Any]) -> str:
+    """On a GPU, beside torch's kernels."""
     rows = []
-    for one in (row for row in result.data["rows"] if row["kind"] == "prefill"):
+    for one in (row for row in data["rows"] if row["kind"] == "prefill"):
         rates = {name: one["flops"] / taken / 1e6 for name, taken in one["microseconds"].items()}
         ours, cutlass, math = (rates[name] for name in ("fastattention", "SDPA efficient", "SDPA math"))
         label = f"{tokens(one['seqlen'])}, {'causal' if one['causal'] else 'full'}"
@@ -62,10 +57,11 @@ def _gpu_prefill(result: Result) -> str:
     return table(["tokens, mask", "`sm80`", "CUTLASS", "math", "vs CUTLASS"], rows)
 
 
-def _gpu_decode(result: Result) -> str:
-    copy = result.data["copy_gbps"]
+def decode(data: dict[str, Any]) -> str:
+    """On a GPU, beside a copy."""
+    copy = data["copy_gbps"]
     rows = []
-    for one in (row for row in result.data["rows"] if row["kind"] != "prefill"):
+    for one in (row for row in data["rows"] if row["kind"] != "prefill"):
         for place, taken in one["microseconds"].items():
             gbps = one["bytes"] / taken / 1e3
             heads = "16 on 2 heads of 512" if one["kind"] == "decode" else f"latent, {one['nheads']} heads"
@@ -75,9 +71,10 @@ def _gpu_decode(result: Result) -> str:
     return table(["call, sequences x keys, cache", "us", "GB/s", "of a copy", "TFLOPS"], rows)
 
 
-def _cpu(result: Result) -> str:
+def on_cpu(data: dict[str, Any]) -> str:
+    """Beside the limits of the processor."""
     rows = []
-    for one in result.data["rows"]:
+    for one in data["rows"]:
         arithmetic, reads = one["limits"].values()
         works: dict[str, Any] = one["works"]
         rates = {name: work["flops"] / work["seconds"] for name, work in works.items()}

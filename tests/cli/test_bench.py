@@ -10,11 +10,12 @@ import pytest
 import torch
 from tiers import deep, slow
 
+from fastattention.cli.bench import record
 from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.peaks import PeakRates
 from fastattention.cli.bench.report import BenchReport, fastattention_speedup, fraction_of_limit
-from fastattention.cli.bench.suite import full_suite, quick_suite
+from fastattention.cli.bench.suite import QUESTIONS, full_suite, quick_suite
 from fastattention.cli.bench.timing import Timing
 from fastattention.cli.bench.workload import BenchWorkload
 
@@ -63,6 +64,27 @@ def test_bench_answers_every_question(run_command: RunCommand, known_limits: Pea
 
 
 @slow
+@pytest.mark.parametrize(
+    ("question", "sizes"),
+    [
+        ("prefill", {"seqlen": 16}),
+        ("decode", {"grouped_keys": 64, "keys": 32}),
+        ("packed", {"longest": 64}),
+        ("backward", {"seqlen": 64, "long": 128}),
+        ("overhead", {}),
+    ],
+)
+def test_a_question_is_answered_by_numbers_and_a_picture(
+    question: str, sizes: dict[str, int], known_limits: PeakRates, tmp_path: Path
+) -> None:
+    sessions.run_question(question, QUESTIONS[question](**sizes), 0.0, tmp_path)
+    measurements = json.loads((tmp_path / f"{question}.json").read_text())["measurements"]
+    assert all(one["seconds"] is not None for one in measurements if one["peer"] == "fastattention")
+    assert {one["peer"] for one in measurements} >= {"fastattention"}
+    assert (tmp_path / f"{question}.png").stat().st_size > 0
+
+
+@slow
 def test_bench_measures_the_limits_of_this_machine(run_command: RunCommand, tmp_path: Path) -> None:
     arguments = ("--seqlen", 16, "--seconds", 0, "--threads", 1, "--output", "results")
     assert run_command("bench", "overhead", *arguments).exit_code == 0
@@ -93,7 +115,7 @@ def test_what_cannot_be_answered_is_told_before_anything_is_measured(
 def test_without_matplotlib_there_is_json_and_a_hint(
     run_command: RunCommand, known_limits: PeakRates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: None)
     exit_code, output = run_command("bench", "overhead", "--seqlen", 16, "--seconds", 0, "--output", "results")
     assert exit_code == 0
     assert "pip install '.[plot]' in the source tree" in output

@@ -5,19 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from fastattention.cli.bench import npu
 from fastattention.errors import ArgumentError
-
-from .conftest import HostEvent
 
 
 @pytest.fixture(autouse=True)
 def processor_as_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu, "DEVICE", "cpu")
     monkeypatch.setattr(npu, "TOKENS", 32)
-    monkeypatch.setattr(torch.cpu, "Event", HostEvent, raising=False)
 
 
 def test_who_cannot_run_is_listed_with_its_reason() -> None:

@@ -15,8 +15,6 @@ import pytest
 from tiers import deep, slow
 
 from fastattention.backends.cpu.library import available_isas
-from fastattention.cli.bench import session as sessions
-from fastattention.cli.bench.peaks import PeakRates
 
 pytestmark = slow
 
@@ -35,27 +33,6 @@ def load_script(name: str) -> ModuleType:
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-@pytest.mark.parametrize(
-    ("name", "question", "sizes"),
-    [
-        ("decode", "decode", {"grouped_keys": 64, "keys": 32}),
-        pytest.param("prefill", "prefill", {"seqlen": 16}, marks=deep),
-        pytest.param("varlen", "packed", {"longest": 64}, marks=deep),
-        pytest.param("backward", "backward", {"seqlen": 64, "long": 128}, marks=deep),
-        pytest.param("overhead", "overhead", {}, marks=deep),
-    ],
-)
-def test_script_writes_numbers_and_a_picture(
-    name: str, question: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "measure_limits", lambda: PeakRates(fma=100.0, bf16_dot=200.0, dram_read=10.0))
-    load_script(name).main(**sizes, seconds=0.0, output=tmp_path)
-    measurements = read(tmp_path / f"{question}.json")["measurements"]
-    assert {one["peer"] for one in measurements} >= {"fastattention"}
-    assert all(one["seconds"] is not None for one in measurements if one["peer"] == "fastattention")
-    assert (tmp_path / f"{question}.png").stat().st_size > 0
 
 
 @deep

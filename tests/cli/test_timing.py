@@ -63,9 +63,9 @@ def test_a_peer_slower_than_the_time_given_is_measured_once(clock: Clock) -> Non
 
 def test_calls_on_a_device_take_turns_in_an_order_of_their_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostEvent, "clock", lambda _: clock.now)
-    monkeypatch.setattr(torch.cpu, "Event", HostEvent, raising=False)
+    monkeypatch.setattr(torch.mps, "Event", HostEvent, raising=False)
     calls = {name: clock.make(name, 9.0, 9.0, seconds) for name, seconds in {"a": 1.0, "b": 2.0}.items()}
-    assert timing.interleaved_on_device(calls, rounds=8, calls_per_turn=3, device="cpu") == {"a": 1.0, "b": 2.0}
+    assert timing.interleaved_on_device(calls, rounds=8, calls_per_turn=3, device="mps") == {"a": 1.0, "b": 2.0}
     turns = "".join(clock.order[4:])
     rounds = {turns[first : first + 6] for first in range(0, len(turns), 6)}
     assert rounds == {"aaabbb", "bbbaaa"}

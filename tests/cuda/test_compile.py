@@ -161,14 +161,14 @@ def test_every_code_path_is_reported() -> None:
     assert {CHIPS[chip].arch for chip in kernel_resources.CHIP_NAMES} == {limits.arch for limits in CHIPS.values()}
 
 
-def test_the_table_has_the_first_entry_and_the_spills_of_all() -> None:
+def test_a_row_has_the_first_entry_and_the_spills_of_all() -> None:
     kernel = choose_decode_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN)
     resources = {
         "fastattention_decode": compiler.Resources(200, 16, 8),
         "fastattention_combine": compiler.Resources(80, 4, 0),
     }
-    last = kernel_resources.table([kernel_resources.Usage(kernel, 75, resources, 40_000)]).splitlines()[-1]
-    assert last == f"| {kernel.name} | 7.5 | 128 | 200 | 20 | {kernel.shared_bytes} | 40000 |"
+    cells = kernel_resources.cells(kernel_resources.Usage(kernel, 75, resources, 40_000))
+    assert cells == [kernel.name, "7.5", "128", "200", "20", f"{kernel.shared_bytes}", "40000"]
 
 
 @pytest.mark.parametrize(

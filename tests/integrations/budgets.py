@@ -33,7 +33,7 @@ def cache_arguments(kv_budget: int, device: FakeDevice | None, changed: dict[str
 
 
 def generate(name: str, cache: Any, **changed: Any) -> Tensor:
-    """Of three sequences with padding on the left: an odd batch."""
+    """Generates for three sequences with padding on the left: an odd batch."""
     given = {"inputs": prompts(length=LENGTH), "attention_mask": padding_mask("left", length=LENGTH)}
     given |= {"max_new_tokens": 12, "do_sample": False, CACHE_ARGUMENT: cache} | changed
     with _overlapped(name, cache):

@@ -76,7 +76,7 @@ def test_a_step_of_several_tokens_is_undone_by_a_shorter_one(share: float, error
 @every_fault
 @pytest.mark.parametrize(("num_layers", "batch_size"), [(4, 2), (1, 1)])
 def test_a_prompt_is_undone_by_the_next(num_layers: int, batch_size: int, error: BaseException, late: bool) -> None:
-    """That of an only layer is appended in pieces; none of them stays."""
+    """The prompt of the only layer is appended in pieces; none of them stays."""
     pair = full(0.4, num_layers=num_layers, batch_size=batch_size)
 
     def retry() -> None:

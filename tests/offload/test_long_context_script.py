@@ -34,7 +34,6 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
 
 def test_every_policy_is_timed_predicted_and_agrees(rows: list[dict[str, object]]) -> None:
-    long_context.show(rows)
     for case, row in zip(CASES, rows, strict=True):
         policies = {"classical", "cooperative", "hybrid"} if case.num_layers_cpu else {"resident"}
         for name in ("seconds", "predicted", "difference"):

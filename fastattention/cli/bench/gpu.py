@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
 from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench.record import write_record
-from fastattention.cli.bench.timing import interleaved_on_device
+from fastattention.cli.bench.timing import interleaved_on_device, time_on_device
 from fastattention.cli.console import OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -46,28 +45,33 @@ TimedCall = Callable[[], object]
 
 def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     """Measure the current GPU, print a table, write gpu.json into `output`. Raises ArgumentError without one."""
-    if not torch.cuda.is_available():
-        raise ArgumentError("question 'gpu' needs a CUDA device, and torch sees none")
-    machine = {**describe_machine(), "capability": capability()}
-    backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
-    report = {"machine": machine, "call_us": call_microseconds(), "measurements": measure(backends, seqlens, rounds)}
+    check_gpu("gpu")
+    call_us, measurements = call_microseconds(), measure(paths_to_time(), seqlens, rounds)
+    report = {"machine": describe_machine(), "call_us": call_us, "measurements": measurements}
     show(report)
     write_record(output / "gpu.json", report)
 
 
-def capability() -> int:
-    """The compute capability of the current GPU, e.g. 75."""
+def check_gpu(question: str) -> None:
+    """Raises ArgumentError where there is none."""
+    if not torch.cuda.is_available():
+        raise ArgumentError(f"question {question!r} needs a CUDA device, and torch sees none")
+
+
+def newest_path() -> int:
+    """The code path of the current GPU."""
     major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    return arch_of(10 * major + minor)
 
 
-def paths_to_time() -> list[int]:
-    """The GPU's code path, and Turing's on newer GPUs.
+def paths_to_time() -> dict[str, CudaBackend]:
+    """The code path of the current GPU, and Turing's on newer GPUs.
 
     Newer GPUs emulate Volta's m8n8k4, and Pascal's path has no matrix instructions, so these paths are not timed there.
     """
-    newest = arch_of(capability())
-    return [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
+    newest = newest_path()
+    timed = [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
+    return {f"fastattention sm{arch}": CudaBackend(arch) for arch in timed}
 
 
 def measure(backends: Mapping[str, AttentionBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -114,9 +118,10 @@ def heads_first(tensor: Tensor) -> Tensor:
 
 
 def sdpa(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Torch's attention by one of its kernels."""
+    """Torch's attention by one of its kernels. Fewer key heads than query heads need torch 2.5."""
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     with sdpa_kernel(peer):
-        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped)
 
 
 def varlen_calls(
@@ -197,10 +202,7 @@ def processor_microseconds(call: TimedCall, count: int = 3000) -> float:
     samples = []
     for _ in range(7):
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        samples.append((time.perf_counter() - start) / count * 1e6)
+        samples.append(1e6 * time_on_device(call, count, "cpu"))
     return statistics.median(samples)
 
 

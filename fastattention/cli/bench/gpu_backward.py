@@ -28,7 +28,7 @@ from fastattention.cli.bench.gpu import (
     PEERS,
     TOKENS,
     TimedCall,
-    capability,
+    check_gpu,
     heads_first,
     paths_to_time,
     record,
@@ -39,19 +39,16 @@ from fastattention.cli.bench.gpu import (
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
-from fastattention.errors import ArgumentError
 
 PEAK_SEQLENS = (16384, 32768, 65536)
 
 
 def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     """Measure the current GPU, print a table, write gpu_backward.json. Raises ArgumentError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ArgumentError("question 'gpu_backward' needs a CUDA device, and torch sees none")
-    backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
-    machine = {**describe_machine(), "capability": capability()}
+    check_gpu("gpu_backward")
     found = peaks(PEAK_SEQLENS)
-    report = {"machine": machine, "measurements": measure(backends, seqlens, rounds), "peaks": found}
+    measurements = measure(paths_to_time(), seqlens, rounds)
+    report = {"machine": describe_machine(), "measurements": measurements, "peaks": found}
     show_rates(report, "useful TFLOPS of a backward")
     show_peaks(found)
     write_record(output / "gpu_backward.json", report)

@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.cli.bench.gpu import TimedCall, processor_microseconds, show_reasons
+from fastattention.cli.bench.gpu import TimedCall, check_gpu, newest_path, processor_microseconds, sdpa, show_reasons
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved_on_device, time_on_device
-from fastattention.cli.console import OUTPUT, progress_bar
+from fastattention.cli.console import OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
-from fastattention.errors import ArgumentError
-from fastattention.gpu_runtime.chips import ARCHS, arch_of
+from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.quantized import quantize
 
 HEADDIM = 128
@@ -67,14 +65,11 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
 
     seqlens: as for the question "gpu"; few of them mean few shapes here.
     """
-    if not torch.cuda.is_available():
-        raise ArgumentError("question 'gpu_decode' needs a CUDA device, and torch sees none")
+    check_gpu("gpu_decode")
     lengths = FULL_LENGTHS if len(seqlens) > 2 else QUICK_LENGTHS
     shapes = [DecodeShape(batch, *heads, seqlen) for heads in HEADS for batch, seqlen in lengths]
-    major, minor = torch.cuda.get_device_capability()
-    machine = {**describe_machine(), "capability": 10 * major + minor}
     report = {
-        "machine": machine,
+        "machine": describe_machine(),
         "copy_gbps": copy_bandwidth(rounds),
         "call_us": call_microseconds(),
         "measurements": measure([shape for shape in shapes if shape.cache_bytes <= MOST_BYTES], rounds),
@@ -104,10 +99,9 @@ Way = Callable[[DecodeShape, Tensor, Tensor], TimedCall]
 
 def variations() -> dict[str, Way]:
     """Pages, quantized caches, and the code paths of older GPUs."""
-    newest = arch_of(10 * torch.cuda.get_device_capability()[0])
     ways: dict[str, Way] = {f"pages of {size}": partial(in_pages, size) for size in PAGES}
     ways |= {f"{name} cache": partial(in_bytes, stored) for name, stored in STORED.items()}
-    return ways | {f"sm{arch} path": partial(ours, arch=arch) for arch in ARCHS if arch < newest}
+    return ways | {f"sm{arch} path": partial(ours, arch=arch) for arch in ARCHS if arch < newest_path()}
 
 
 def record(shape: DecodeShape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]:
@@ -125,7 +119,7 @@ def record(shape: DecodeShape, ways: Mapping[str, Way], rounds: int) -> dict[str
         try:
             graphs[name] = CapturedCalls([way(shape, k, v) for k, v in caches])
         except Exception as error:  # a peer may raise anything for calls that it does not serve
-            reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reasons[name] = first_line(error) or type(error).__name__
     microseconds = graph_microseconds(graphs, rounds)
     gbps = {name: shape.cache_bytes / taken / 1e3 for name, taken in microseconds.items()}
     return {**shape._asdict(), "microseconds": microseconds, "gbps": gbps, "reasons": reasons}
@@ -194,12 +188,7 @@ def in_bytes(stored: torch.dtype, shape: DecodeShape, k: Tensor, v: Tensor) -> T
 def by_torch(peer: SDPBackend, shape: DecodeShape, k: Tensor, v: Tensor) -> TimedCall:
     """Torch's attention by one of its kernels."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (queries(shape), k, v))
-
-    def call() -> Tensor:
-        with sdpa_kernel(peer):
-            return scaled_dot_product_attention(q, k, v, enable_gqa=shape.nheads != shape.nheads_k)
-
-    return call
+    return partial(sdpa, peer, q, k, v, causal=False)
 
 
 def call_microseconds() -> dict[str, float]:

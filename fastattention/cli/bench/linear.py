@@ -25,7 +25,7 @@ from fastattention.backends.cpu.library import measure_peaks
 from fastattention.cli.bench import gpu_decode, timing
 from fastattention.cli.bench.gpu import TimedCall, show_reasons
 from fastattention.cli.bench.record import write_record
-from fastattention.cli.console import OUTPUT, progress_bar
+from fastattention.cli.console import OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.threads import get_num_threads
 
@@ -108,11 +108,11 @@ def record(workload: LinearWorkload, device: str, rounds: int) -> dict[str, Any]
                 calls[name]()
             except Exception as error:  # a peer may be missing, or the compiler of its kernel may fail
                 calls.pop(name, None)
-                reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                reasons[name] = first_line(error) or type(error).__name__
         if device == "cuda":
             seconds = gpu_seconds(workload, calls, rounds)
         else:
-            seconds = {name: taken.median for name, taken in timing.interleaved(calls, CPU_SECONDS).items()}
+            seconds = timing.median_seconds(calls, CPU_SECONDS)
     return {**asdict(workload), "state_bytes": workload.state_bytes, "seconds": seconds, "reasons": reasons}
 
 

@@ -10,6 +10,7 @@ from fastattention.cli.bench.peaks import limit_loop
 from fastattention.cli.bench.peers import Peer, PreparedPeer
 from fastattention.cli.bench.timing import Timing, interleaved
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_tensors
+from fastattention.cli.console import first_line
 
 _LIMIT = "the limit itself"  # is timed in turns with the peers
 
@@ -75,7 +76,6 @@ def _first_call(
         ready = peer.prepare(workload, tensors)
         error = max_error(workload, tensors, ready.output(ready.call()))
     except (RuntimeError, MemoryError) as failure:
-        first_line = next(iter(str(failure).splitlines()), "")
-        return Measurement(workload, peer.name, reason=f"{type(failure).__name__}: {first_line}")
+        return Measurement(workload, peer.name, reason=f"{type(failure).__name__}: {first_line(failure)}")
     prepared[peer.name] = ready
     return Measurement(workload, peer.name, ready.detail, max_error=error)

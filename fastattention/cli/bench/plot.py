@@ -16,8 +16,8 @@ OURS, OTHERS = "#c44e52", ("#4c72b0", "#8172b3", "#937860", "#55a868", "#64b5cd"
 BAR_INCHES = 0.24
 
 
-def write_png(report: BenchReport, directory: Path) -> Path:
-    """Draw one panel a workload into QUESTION.png in `directory`; returns its path."""
+def write_png(report: BenchReport, path: Path) -> None:
+    """Draw one panel a workload."""
     panels = list(report.by_workload())
     columns = 2 if len(panels) > 3 else 1
     rows = -(-len(panels) // columns)
@@ -30,9 +30,7 @@ def write_png(report: BenchReport, directory: Path) -> Path:
         _draw(panel, report, workload, group)
     for panel in axes[len(panels) :]:
         panel.set_axis_off()
-    path = directory / f"{report.question}.png"
     figure.savefig(path, dpi=110)
-    return path
 
 
 def _draw(panel: Axes, report: BenchReport, workload: BenchWorkload, group: list[Measurement]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
@@ -17,9 +15,7 @@ from rich.table import Table
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.peaks import NAMES, PeakRates
 from fastattention.cli.bench.peers import FASTATTENTION
-from fastattention.cli.bench.record import SCHEMA
 from fastattention.cli.bench.workload import BenchWorkload
-from fastattention.files import write_atomically
 
 Quantity = Literal["rate", "time"]
 NUMBER_WIDTH = 8  # width of a column, so that a narrow terminal wraps names and headings but no number
@@ -42,21 +38,13 @@ class BenchReport:
             yield workload, list(group)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON types. Seconds, 10^9 operations or bytes a second; fractions of the measured limits."""
+        """The figures as JSON types. Seconds, 10^9 operations or bytes a second; fractions of the measured limits."""
         return {
-            "schema": SCHEMA,
-            "question": self.question,
             "machine": self.machine,
             "limits": asdict(self.limits),
             "peers": self.peers,
             "measurements": [self._record(one, group) for _, group in self.by_workload() for one in group],
         }
-
-    def write_json(self, directory: Path) -> Path:
-        """Write QUESTION.json into `directory`, which is made if need be; returns its path."""
-        path = directory / f"{self.question}.json"
-        write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
-        return path
 
     def _record(self, one: Measurement, group: list[Measurement]) -> dict[str, Any]:
         return {

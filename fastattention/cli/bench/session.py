@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ from rich.markup import escape
 from fastattention.cli.bench.measure import Measurement, measure
 from fastattention.cli.bench.peaks import NAMES, PeakRates, measure_limits
 from fastattention.cli.bench.peers import ALL_PEERS, Peer
-from fastattention.cli.bench.record import title
+from fastattention.cli.bench.record import title, write_record
 from fastattention.cli.bench.report import BenchReport, Quantity, show, who_is_here
 from fastattention.cli.bench.workload import BenchWorkload
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, status
+from fastattention.cli.console import OUTPUT, progress_bar, status
 from fastattention.cli.machine import describe_machine
 
 
@@ -29,7 +27,7 @@ class Session:
 
 
 def run_question(question: str, workloads: list[BenchWorkload], seconds: float, directory: Path) -> None:
-    """Answer and publish a single question: what the scripts in benchmarks/ do."""
+    """Answer and publish a single question."""
     session = start_session()
     show_header(session)
     publish(answer(session, question, workloads, seconds), directory)
@@ -81,25 +79,13 @@ def answer(session: Session, question: str, workloads: list[BenchWorkload], seco
 def publish(report: BenchReport, directory: Path) -> None:
     """Print the tables; write QUESTION.json and, with the plot extra, QUESTION.png into `directory`."""
     show(report, OUTPUT)
-    path = report.write_json(directory)
 
-    def draw() -> Path:
+    def draw(path: Path) -> None:
         from fastattention.cli.bench.plot import write_png
 
-        return write_png(report, directory)
+        write_png(report, path)
 
-    publish_files(path, draw)
-
-
-def publish_files(report: Path, draw: Callable[[], Path]) -> None:
-    """Print which files were written: a report, and the chart that `draw` makes with the plot extra."""
-    written = [report]
-    if importlib.util.find_spec("matplotlib") is None:
-        MESSAGES.print(escape("no picture: it needs matplotlib, pip install '.[plot]' in the source tree"))
-    else:
-        written.append(draw())
-    for path in written:
-        MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
+    write_record(directory / f"{report.question}.json", report.to_json(), draw)
 
 
 def _state(peer: Peer) -> str:

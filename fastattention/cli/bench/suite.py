@@ -1,4 +1,4 @@
-"""The questions of `fastattention bench` and of benchmarks/: lists of workloads."""
+"""The questions of `fastattention bench`: lists of workloads."""
 
 from __future__ import annotations
 

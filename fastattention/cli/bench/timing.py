@@ -1,6 +1,7 @@
 """Interleaved timing: candidates take turns in one process, so that noise hits all alike.
 
-`interleaved` reads the host's clock, `interleaved_on_device` the events of a GPU or NPU.
+`interleaved` reads the host's clock, `interleaved_on_device` the events of a GPU or NPU, and `in_turns` keeps what
+turns of any kind return.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
+
+Name = TypeVar("Name")
+Result = TypeVar("Result")
 
 MINIMUM_ROUNDS = 3
 MAXIMUM_ROUNDS = 100
@@ -65,22 +71,44 @@ def interleaved_on_device(
 ) -> dict[str, float]:
     """Median seconds of a call, after two calls that are not counted.
 
-    The call before influences a time, so every round has an order of its own.
-    device: the name of a module of torch, whose events take the time
+    device: as for `time_on_device`
     """
     for call in calls.values():
         call()
         call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    orders = random.Random(0)
-    for _ in range(rounds):
-        for name, call in orders.sample(list(calls.items()), len(calls)):
-            samples[name].append(time_on_device(call, calls_per_turn, device))
+    samples = in_turns({name: partial(time_on_device, calls[name], calls_per_turn, device) for name in calls}, rounds)
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
+def median_seconds(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median seconds of each call by `interleaved`, after one call that is not counted."""
+    for call in calls.values():
+        call()
+    return {name: timing.median for name, timing in interleaved(calls, seconds).items()}
+
+
+def in_turns(turns: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int = 0) -> dict[Name, list[Result]]:
+    """What each turn returns in every round, after `warm_up` rounds that are not counted.
+
+    What ran just before counts, so every round has an order of its own: the same in every process.
+    """
+    found: dict[Name, list[Result]] = {name: [] for name in turns}
+    orders = random.Random(0)
+    for done in range(warm_up + rounds):
+        for name in orders.sample(list(turns), len(turns)):
+            result = turns[name]()
+            if done >= warm_up:
+                found[name].append(result)
+    return found
+
+
 def time_on_device(call: Callable[[], object], count: int = 1, device: str = "cuda") -> float:
-    """Seconds of one of `count` calls, by events of the device."""
+    """Seconds of one of `count` calls in a row.
+
+    device: the name of a module of torch, whose events take the time; "cpu" for the host's clock
+    """
+    if device == "cpu":
+        return time_call(lambda: [call() for _ in range(count)]) / count
     begin, end = (getattr(torch, device).Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(count):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.markup import escape
 
-from fastattention.cli.bench.session import publish_files
+from fastattention.cli.bench.record import save_record, write_record
 from fastattention.cli.bench.whole_model.build import build, find_config
 from fastattention.cli.bench.whole_model.measure import ATTENTIONS, Cell, Effort, measure
 from fastattention.cli.bench.whole_model.report import ModelReport, Row, write_png
@@ -51,11 +52,11 @@ def answer(name: str, num_layers: int | None, quick: bool, output: Path) -> None
                 bar.update(task, completed=done + fraction)
 
             rows.append(Row(cell, measure(model, cell, effort, on_progress)))
-            report.write_json(path)
+            save_record(path, report.to_json())
     for table in report.tables():
         OUTPUT.print(table)
     OUTPUT.print(f"in brackets: {ATTENTIONS[-1]} over the other, above 1 where it is faster")
-    publish_files(path, lambda: write_png(report, path.with_suffix(".png")))
+    write_record(path, report.to_json(), partial(write_png, report))
 
 
 def _file_name(name: str) -> str:

@@ -82,7 +82,7 @@ def _turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figures: Figur
         figures.peak_bytes = max(figures.peak_bytes or 0, _peak_bytes(model.device)) or None
     if "prefill" not in figures.refused and "decode" not in figures.refused:
         with _refusals(figures, "decode"):
-            figures.decode.append(_seconds_of_a_step(model.device, stepper(model, newest, cache), effort.num_steps))
+            figures.decode.append(seconds_of_a_step(model.device, stepper(model, newest, cache), effort.num_steps))
 
 
 def _graphed_turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figures: Figures) -> None:
@@ -90,10 +90,10 @@ def _graphed_turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figure
     with _refusals(figures, "graphed_decode"):
         decode = GraphedDecode(model, tokens, effort.num_steps * (effort.rounds + 1))
         for _ in range(effort.rounds + 1):
-            figures.graphed_decode.append(_seconds_of_a_step(model.device, decode.step, effort.num_steps))
+            figures.graphed_decode.append(seconds_of_a_step(model.device, decode.step, effort.num_steps))
 
 
-def _seconds_of_a_step(device: torch.device, step: Callable[[], object], num_steps: int) -> float:
+def seconds_of_a_step(device: torch.device, step: Callable[[], object], num_steps: int) -> float:
     """The median of num_steps steps. Each lasts until its token is there, because generation waits for it."""
     return median(_timed(device, step)[0] for _ in range(num_steps))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fastattention.cli.bench.record import SCHEMA
 from fastattention.cli.bench.whole_model.measure import ATTENTIONS, OURS, Cell, Effort, Figures
-from fastattention.files import write_atomically
 
 # Columns: a heading, the figure, and the tokens of a sequence that its seconds are for (None: all of the prompt).
 RATES: dict[str, tuple[str, int | None]] = {
@@ -54,12 +51,8 @@ class ModelReport:
             {**row.cell._asdict(), "figures": {name: asdict(found) for name, found in row.figures.items()}}
             for row in self.rows
         ]
-        head = {"schema": SCHEMA, "question": "model", "model": self.model, "num_layers": self.num_layers}
-        return {**head, "dtype": self.dtype, **self.effort._asdict(), "machine": self.machine, "rows": rows}
-
-    def write_json(self, path: Path) -> None:
-        """Writes the report into a folder that exists."""
-        write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        head = {"question": "model", "model": self.model, "num_layers": self.num_layers, "dtype": self.dtype}
+        return {**head, **self.effort._asdict(), "machine": self.machine, "rows": rows}
 
     def tables(self) -> list[Table]:
         """Rates and peak memory. In brackets, our rate relative to each: above 1, ours is faster."""
@@ -95,8 +88,8 @@ def _peak(row: Row, name: str) -> str:
     return row.figures[name].refused.get("prefill", "") if peak is None else f"{peak / 1e9:.2f}"
 
 
-def write_png(report: ModelReport, path: Path) -> Path:
-    """Bars of prefill and decode by batch and length, a panel each; returns the path. Needs matplotlib."""
+def write_png(report: ModelReport, path: Path) -> None:
+    """Bars of prefill and decode by batch and length, a panel each. Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -120,4 +113,3 @@ def write_png(report: ModelReport, path: Path) -> Path:
     panels[0, 0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-    return path

@@ -1,4 +1,4 @@
-// What a kernel's machine code calls: memory for its tiles, and copies between them and the arguments, checked.
+// Functions that a kernel's machine code calls: memory for its tiles, and checked copies between them and the arguments.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,7 +21,7 @@ void fastattention_begin(const Argument* of_the_launch, int64_t count) {
     error[0] = '\0';
 }
 
-// What went wrong first since fastattention_begin; empty if nothing did.
+// The first error since fastattention_begin; empty if there was none.
 const char* fastattention_error(void) { return error; }
 
 // A single element is loaded: llvm.py puts a call before each such load.
@@ -59,7 +59,7 @@ void _mlir_memref_to_llvm_free(void* memory) { free(memory); }
 
 // A memory reference as MLIR passes it: sizes and then strides of `rank` axes follow the offset, all in elements.
 typedef struct {
-    char* allocated;  // of an argument its first element, whatever part of it this is
+    char* allocated;  // first element of the whole argument, if this is a part of one
     char* aligned;
     int64_t offset;
     int64_t axes[];

@@ -7,22 +7,22 @@ namespace {
 constexpr uint32_t kCounter = emulator::kSharedBase + kSharedBytes - 8;
 constexpr uint32_t kPlace = emulator::kSharedBase;
 
-// By thread `first`, before the others go on.
+// Thread `first` begins the counter before the others go on.
 void begin(const Arguments& p) {
     if (thread_index() == p.first) bulk_begin(kCounter);
     cta_barrier();
 }
 
-// By thread `first`: `bytes` from in, of which `expected` are expected.
+// Thread `first` copies `bytes` from `in` and announces `expected` of them.
 void start(const Arguments& p, uint32_t bytes = 16, uint32_t expected = 16) {
     if (thread_index() != p.first) return;
     bulk_expect(kCounter, expected);
     bulk_copy(kPlace, p.in, bytes, kCounter);
 }
 
-// --- what is right ---
+// --- correct code ---
 
-// Five phases, each of two copies to the same place; out: what each thread reads in each.
+// Five phases, each of two copies to the same place; out: what each thread reads in each phase.
 void phases(const Arguments& p) {
     begin(p);
     for (int i = 0; i < 5; ++i) {
@@ -37,13 +37,13 @@ void phases(const Arguments& p) {
         cta_barrier();
     }
 }
-// A phase of no bytes.
+// A phase without bytes.
 void nothing(const Arguments& p) {
     begin(p);
     if (thread_index() == p.first) bulk_expect(kCounter, 0);
     bulk_wait(kCounter, 0);
 }
-// What is copied changes until the wait.
+// The source of the copy changes until the wait.
 void late(const Arguments& p) {
     begin(p);
     uint32_t* words = static_cast<uint32_t*>(p.out);
@@ -76,7 +76,7 @@ void time_passes(const Arguments&) {
     while (nanoseconds() == begun) {}
 }
 
-// --- what needs a barrier ---
+// --- code that needs a barrier ---
 
 void wait_then_another_reads(const Arguments& p) {
     begin(p);
@@ -101,7 +101,7 @@ void begin_then_expect(const Arguments& p) {
     bulk_wait(kCounter, 0);
 }
 
-// --- what is wrong ---
+// --- wrong code ---
 
 void no_wait(const Arguments& p) {
     begin(p);

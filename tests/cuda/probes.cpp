@@ -9,7 +9,7 @@ const uint32_t* words_of_lane(const Arguments& p, int count) {
     return static_cast<const uint32_t*>(p.in) + lane_index() * count;
 }
 
-// --- what is right ---
+// --- correct code ---
 
 // in: operands a and b of each lane; out: accumulators of each lane, before and after.
 template <int kWordsOfA, int kWordsOfB, int kElements, class Mma>
@@ -58,7 +58,7 @@ void run_load_matrices(const Arguments& p) {
     std::memcpy(static_cast<uint32_t*>(p.out) + lane_index() * 4, x, sizeof x);
 }
 
-// out, for each lane: warp, lane ^ first, lane 7's, whether a lane is `second`
+// out, for each lane: its warp, lane ^ first, lane 7's lane index, whether any lane is thread `second`
 void exchange(const Arguments& p) {
     int* out = static_cast<int*>(p.out) + thread_index() * 4;
     out[0] = warp_index();
@@ -67,7 +67,7 @@ void exchange(const Arguments& p) {
     out[3] = any_lane(thread_index() == p.second);
 }
 
-// in: 32 floats; out: as float16, as bfloat16
+// in: 32 floats; out: each as float16 and as bfloat16
 void convert(const Arguments& p) {
     if (thread_index() >= 32) return;
     const float x = as_float(*words_of_lane(p, 1));
@@ -76,7 +76,7 @@ void convert(const Arguments& p) {
     out[1] = static_cast<uint16_t>(pack_bfloat16(0.0f, x) >> 16);
 }
 
-// in: 32 float16; out: as floats
+// in: 32 float16 values; out: the same as floats
 void widen(const Arguments& p) {
     if (thread_index() >= 32) return;
     static_cast<float*>(p.out)[lane_index()] = float16_to_float(static_cast<const uint16_t*>(p.in)[lane_index()]);
@@ -108,7 +108,7 @@ void strided_copies(const Arguments& p) {
     copy_async_128(shared_memory() + lane_index() * p.second, p.in, true);
 }
 
-// --- what needs a barrier ---
+// --- code that needs a barrier ---
 
 void write_then_read(const Arguments& p) {
     fill_shared();
@@ -128,7 +128,7 @@ void write_then_write(const Arguments& p) {
     wait_at(p.barrier);
     if (thread_index() == p.second) store_shared_32(shared_memory(), 2);
 }
-// More threads than the emulator remembers.
+// More threads read than the emulator remembers.
 void all_read_then_one_writes(const Arguments& p) {
     fill_shared();
     load_shared_32(shared_memory());
@@ -150,7 +150,7 @@ void read_then_copy(const Arguments& p) {
     if (thread_index() == p.second) copy_async_128(shared_memory(), p.in, true);
 }
 
-// Two groups, of which the wait leaves one under way.
+// Commits two groups and waits for the first one only.
 void two_copies(const Arguments& p) {
     if (thread_index() >= 32) return;
     const uint32_t address = shared_memory() + lane_index() * 32;
@@ -163,7 +163,7 @@ void two_copies(const Arguments& p) {
     if (p.barrier == 0) load_shared_32(address + 16);
 }
 
-// --- what is wrong ---
+// --- wrong code ---
 
 void copy_without_wait(const Arguments& p) {
     fill_shared();
@@ -215,8 +215,8 @@ void return_before_others_shuffle(const Arguments&) {
     if (lane_index() == 0) return;
     shuffle_xor(1.0f, 1);
 }
-// out: a word for each thread: of what it sees of three votes, in turn, bit by bit. Thread `first` votes first, then all
-// threads, then none.
+// out: a word for each thread; bit i is the outcome of vote i that the thread sees. Thread `first` votes true in the first
+// vote, then all threads do, then none.
 void vote(const Arguments& p) {
     const int votes = (thread_index() == p.first) | 2;
     uint32_t seen = 0;
@@ -224,7 +224,7 @@ void vote(const Arguments& p) {
     static_cast<uint32_t*>(p.out)[thread_index()] = seen;
 }
 
-// out: a counter, then what it was when each warp of each CTA began.
+// out: a counter, then its value when each warp of each CTA began.
 void take_turns(const Arguments& p) {
     auto* out = static_cast<std::int32_t*>(p.out);
     if (lane_index() == 0) out[1 + cta_index() * kWarps + thread_index() / 32] = out[0]++;
@@ -242,7 +242,7 @@ void one_warp_returns_first(const Arguments& p) {
     if (thread_index() == 32) *static_cast<int*>(p.out) = 1;
 }
 
-// `first` bytes further on than in or out.
+// These access global memory `first` bytes after `in` or `out`.
 void load_global(const Arguments& p) { load_global_128(static_cast<const char*>(p.in) + p.first); }
 void store_global(const Arguments& p) { store_global_128(static_cast<char*>(p.out) + p.first, Words4{}); }
 void copy_global(const Arguments& p) {

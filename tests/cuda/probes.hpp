@@ -1,4 +1,4 @@
-// What the small kernels have in common that test the emulator.
+// Shared parts of the small kernels that test the emulator.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -12,7 +12,7 @@ struct Arguments {
     const void* in;
     void* out;
     std::int32_t first, second;  // threads, or a size and a stride
-    std::int32_t barrier;        // between what they do: 0 none, 1 of the warp, 2 of the CTA
+    std::int32_t barrier;        // between what the threads do: 0 none, 1 of the warp, 2 of the CTA
 };
 
 constexpr int kWarps = 2;

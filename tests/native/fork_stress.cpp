@@ -1,5 +1,5 @@
-// Forks while other threads are in the pool and in working memory. Exits with 1 when a child did not get through a job, e.g.
-// because it waits for a lock that a thread held which it does not have.
+// Forks while other threads use the thread pool and working memory. Exits with 1 if a child does not finish a job, e.g.
+// because it waits for a lock that was held by a thread of its parent.
 #include <sys/wait.h>
 #include <unistd.h>
 

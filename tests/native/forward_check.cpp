@@ -1,5 +1,5 @@
-// The native library without Python: small calls of every element type and instruction set against a plain double loop.
-// scripts/check_aarch64 builds it for 64-bit Arm and runs it under emulation. Exits with 1 when a result is off.
+// Tests the native library without Python: small calls of every element type and instruction set against a plain loop in
+// double. scripts/check_aarch64 builds it for 64-bit Arm and runs it under emulation. Exits with 1 if a result is wrong.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -19,7 +19,7 @@ namespace {
 
 struct Shape {
     int64_t seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, window_right;
-    bool values_in_keys = false;  // the first columns of the keys, in the same memory
+    bool values_in_keys = false;  // values are the first columns of the keys, in the same memory
 
     int64_t value_stride() const { return values_in_keys ? headdim : headdim_v; }
 };
@@ -110,7 +110,7 @@ FaAttentionParams make_params(const Shape& s, int64_t dtype, Tensor& q, Tensor& 
     return p;
 }
 
-// Largest error of one row, output and lse, against a double loop.
+// The largest error of one row, output and lse, against a plain loop in double.
 double row_error(const Shape& s, int64_t dtype, const Tensor& q, const Tensor& k, const Tensor& v,
                  const std::vector<char>& out, const std::vector<float>& lse, int64_t i, int64_t head) {
     const int64_t kv_head = head / (s.nheads / s.nheads_k), size = dtype == FA_FLOAT32 ? 4 : 2;
@@ -147,7 +147,7 @@ double worst_error(int64_t isa, const Shape& s, int64_t dtype) {
     for (int64_t i = 0; i < s.seqlen_q; ++i)
         for (int64_t head = 0; head < s.nheads; ++head) {
             const double error = row_error(s, dtype, q, k, v, out, lse, i, head);
-            if (!(error <= worst)) worst = error;  // NaN too
+            if (!(error <= worst)) worst = error;  // also for NaN
         }
     return worst;
 }

@@ -1,5 +1,5 @@
-// The largest errors of the kernels' exponential and hyperbolic tangent against double, over a fine grid. Compiled for one
-// instruction set; prints "name error" lines.
+// Measures the largest errors of the kernels' exponential and hyperbolic tangent against double, over a fine grid. Compiled
+// for one instruction set; prints "name error" lines.
 #include FA_SIMD_HEADER
 
 #include "common/math.hpp"

@@ -1,6 +1,6 @@
-// Exercises the thread pool as calls do, with threads of its own and OpenMP's, and queues of work that use it; meant to run
-// under the thread sanitizer. Exits with 1 when an index was not run exactly once, a slot was used by two threads at once, a
-// job saw other input than its own, or an OpenMP team that was awake did nothing.
+// Exercises the thread pool as calls do, with its own threads and OpenMP's, and work queues that use it. It is meant to run
+// under the thread sanitizer. Exits with 1 if an index was not run exactly once, two threads used a slot at once, a job saw
+// another job's input, or an awake OpenMP team did nothing.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -17,7 +17,7 @@ std::atomic<int> failures{0};
 
 void run_rounds(int rounds, int64_t count, int num_threads) {
     for (int round = 0; round < rounds; ++round) {
-        std::vector<int> runs(count, 0);                   // plain: the pool must order what callers and workers see
+        std::vector<int> runs(count, 0);                   // not atomic: the pool must order accesses to it
         std::vector<std::atomic<int>> held(num_threads);
         fastattention::parallel_for(count, num_threads, [&](int64_t index, int slot) {
             if (slot < 0 || slot >= num_threads || held[slot].fetch_add(1) != 0) ++failures;
@@ -29,7 +29,7 @@ void run_rounds(int rounds, int64_t count, int num_threads) {
     }
 }
 
-// A fake OpenMP with a team of five, all of whom begin at once.
+// A fake OpenMP with a team of five threads that all begin at once.
 std::atomic<int> teams{0};
 
 void run_team(void (*function)(void*), void* data, unsigned, unsigned) {
@@ -45,7 +45,7 @@ void run_team(void (*function)(void*), void* data, unsigned, unsigned) {
     for (std::thread& one : team) one.join();
 }
 
-// How many there are. Asked first by who looks whether as many are at work: none need be.
+// The size of the team. It is 0 when first asked for, so that no thread needs to be busy for the team to count as awake.
 std::atomic<int> members{0};
 
 void run_on_team() {
@@ -61,7 +61,7 @@ void run_on_team() {
     fastattention::set_omp_team({});
 }
 
-// Input and results are plain numbers: what orders them is ready and done alone.
+// Input and result are not atomic: only `ready` and `done` order accesses to them.
 struct StressJob {
     int input = 0, result = 0;
 
@@ -81,7 +81,7 @@ void run_queue(int jobs) {
         queue.push(i + 1, StressJob::run, &work[i]);
         work[i].input = i;
         __atomic_store_n(&ready, i + 1, __ATOMIC_RELEASE);
-        if (i % 3 != 0) continue;  // others are asked for ahead
+        if (i % 3 != 0) continue;  // other jobs are pushed ahead
         while (__atomic_load_n(&done, __ATOMIC_ACQUIRE) != static_cast<uint32_t>(i + 1)) fastattention::pause();
         if (work[i].result != 8 * i) ++failures;
     }
@@ -91,7 +91,7 @@ void run_queue(int jobs) {
 }  // namespace
 
 int main() {
-    // More and fewer threads from call to call, counts below and above them, none at all.
+    // Calls with more and fewer threads in turn, and with counts of 0, below and above the number of threads.
     for (int num_threads : {1, 2, 4, 3, 8, 2})
         for (int64_t count : {0, 1, 2, 7, 500}) run_rounds(50, count, num_threads);
     run_on_team();

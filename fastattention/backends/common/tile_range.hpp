@@ -1,6 +1,6 @@
-// Which keys a query sees, and which tiles need no mask or no work at all: the tile classification of the paper's
-// tiling-mask, for causal and window masks alike. Every kernel asks here. Plain C++ without includes, so that device
-// compilers take it too; tile_range.py says the same for planners written in Python, and a test holds the two together.
+// Finds which keys a query sees, and which tiles need no mask or no work at all: the tile classification of the paper's
+// tiling-mask, for causal and window masks alike. Every kernel uses it. It is plain C++ without includes, so that device
+// compilers accept it. tile_range.py is its counterpart for planners in Python, and a test compares the two.
 #pragma once
 
 #ifndef FA_HOST_DEVICE
@@ -15,8 +15,8 @@ enum class TileKind : int {
     kFull = 2,     // every query sees every key
 };
 
-// What a run of neighbouring queries sees: some of them keys from seen_begin to seen_end, all of them keys from full_begin to
-// full_end. For kernels that ask for one tile of keys after the other.
+// The keys that a run of neighbouring queries sees: some of them see keys from seen_begin to seen_end, all of them see keys
+// from full_begin to full_end. For kernels that classify one tile of keys after the other.
 template <class Integer>
 struct RowsRange {
     Integer seen_begin, seen_end;
@@ -29,8 +29,8 @@ struct RowsRange {
 };
 
 // The band of keys around the diagonal that is aligned to the bottom right corner of the score matrix: query i sees keys
-// i + seqlen_k - seqlen_q - left ... i + seqlen_k - seqlen_q + right, -1 being unlimited. Rows only ever move right, which
-// is why the first and last row of a tile decide for all of its rows. Kernels of GPUs count in int, to spare registers.
+// i + seqlen_k - seqlen_q - left ... i + seqlen_k - seqlen_q + right, where -1 is unlimited. The band moves right from row
+// to row, so the first and last row of a tile decide for all of its rows. GPU kernels count in int to save registers.
 template <class Integer>
 struct BasicTileRange {
     Integer seqlen_q;
@@ -43,7 +43,7 @@ struct BasicTileRange {
     // First key that query i sees, if it sees any.
     FA_HOST_DEVICE Integer row_begin(Integer i) const { return left < 0 ? 0 : clamp(i + seqlen_k - seqlen_q - left); }
 
-    // One past the last key that query i sees; not above row_begin when it sees none.
+    // One past the last key that query i sees; at most row_begin if it sees none.
     FA_HOST_DEVICE Integer row_end(Integer i) const {
         return right < 0 ? seqlen_k : clamp(i + seqlen_k - seqlen_q + right + 1);
     }

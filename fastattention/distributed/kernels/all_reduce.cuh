@@ -1,9 +1,9 @@
 // All-reduce over the GPUs of a host, in memory that all of them read.
 //
-// The numbers are cut into as many shares as there are ranks. Every rank adds up its own share of all ranks' parts, in their
-// order, and writes the sums in the place of its own part; when all have, it reads the other shares from those that added
-// them up (two-shot). CTA i of a rank waits for CTAs i of the others alone. They have the same packets of every share, so that
-// no rank waits for all of another. Where there is little to sum, every rank adds up everything instead (one-shot).
+// The elements are cut into one share per rank. Every rank sums its own share over all ranks' parts, in their order, and
+// overwrites that share of its part with the sums. After a barrier it reads the other shares from the ranks that summed them
+// (two-shot). CTA i of a rank waits only for CTAs i of the others: they process the same packets of every share. For few
+// elements, every rank sums all of them instead (one-shot).
 #pragma once
 
 #include "all_reduce_params.h"
@@ -30,14 +30,14 @@ public:
             barrier();
             collect(other_shares());
         }
-        barrier();  // Nobody reads any more what this rank has written.
+        barrier();  // No rank reads this rank's part any more.
         if (thread_index() == 0) p_.steps[cta_] = step_;
     }
 
 private:
-    // Of all ranks' CTAs of this number, which then see what the others have written.
+    // A barrier of all ranks' CTAs of this index, which then see what the others have written.
     FA_DEVICE void barrier() {
-        step_ = static_cast<int32_t>(static_cast<uint32_t>(step_) + 1u);  // They may wrap around.
+        step_ = static_cast<int32_t>(static_cast<uint32_t>(step_) + 1u);  // Steps may wrap around.
         cta_barrier();
         const int other = thread_index();
         if (other < kRanks && other != p_.rank) {
@@ -49,7 +49,7 @@ private:
         cta_barrier();
     }
 
-    // Until a flag is `step` or later.
+    // Waits until a flag is `step` or later.
     FA_DEVICE void wait_until(const int32_t* flag, int32_t step) const {
         const int64_t deadline = nanoseconds() + p_.timeout;
         while (static_cast<int32_t>(static_cast<uint32_t>(load_flag(flag)) - static_cast<uint32_t>(step)) < 0)
@@ -57,13 +57,13 @@ private:
         system_fence();
     }
 
-    // Of every rank.
+    // All packets of every rank.
     FA_DEVICE Ranges all_packets() const {
         const int64_t packets = (p_.count + kNumbers - 1) / kNumbers;
         return {p_.parts, 0, 0, packets, packets, kRanks};
     }
 
-    // Of every other rank the share that it adds up.
+    // From every other rank, the share that it sums.
     FA_DEVICE Ranges other_shares() const {
         Ranges all = all_packets();
         all.step = all.longest = (all.longest + kRanks - 1) / kRanks;
@@ -71,7 +71,7 @@ private:
         return all;
     }
 
-    // Of every rank the share that this one adds up.
+    // From every rank, the share that this rank sums.
     FA_DEVICE Ranges own_share() const {
         Ranges share = other_shares();
         share.begin += p_.rank * share.step;
@@ -92,7 +92,7 @@ private:
         });
     }
 
-    // All shares at once: every link has something to do.
+    // Reads all shares at once, which keeps every link busy.
     FA_DEVICE void collect(const Ranges& sums) {
         reads_.for_each(sums, [&](int64_t at, const SomePacket(&read)[kRanks]) {
 #pragma unroll
@@ -101,7 +101,7 @@ private:
         });
     }
 
-    // The last packet may have more than there is.
+    // Writes a packet. The last one may extend past the last element.
     FA_DEVICE void write(const SomePacket& packet, void* numbers, int64_t first) const {
         packet.write(static_cast<Item*>(numbers) + first, p_.count - first);
     }

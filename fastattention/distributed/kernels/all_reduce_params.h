@@ -8,17 +8,17 @@ namespace fastattention {
 constexpr int kMostRanks = 8;
 
 struct AllReduceParams {
-    void* parts[kMostRanks];        // (count), of each rank: what it has computed. Its sums take the place of its own
+    void* parts[kMostRanks];        // (count), of each rank: what it has computed, and then its sums
     int32_t* arrivals[kMostRanks];  // (CTAs, kMostRanks), in the memory of each rank: the last step of every rank's CTAs
     void* out;                      // (count)
     int32_t* steps;                 // (CTAs): the last step of each
 
-    int64_t count;     // of numbers
-    int64_t timeout;  // nanoseconds for which a rank is waited for
+    int64_t count;     // elements
+    int64_t timeout;  // nanoseconds to wait for a rank
 
     int32_t num_ctas;
     int32_t rank;
-    int32_t one_shot;  // every rank adds up all numbers, instead of its share
+    int32_t one_shot;  // every rank sums all elements instead of its share
 };
 
 }  // namespace fastattention

@@ -1,5 +1,5 @@
-// How a CTA reads packets of several GPUs: ranges of them, one of each rank, side by side. CTAs take chunks of so many packets
-// in turns, the same of every range; a thread gets the same packets of all ranges.
+// Reads packets of several GPUs: one range of each rank, all at the same time. CTAs take turns with chunks of packets, the
+// same chunks of every range. A thread gets the same packets of all ranges.
 #pragma once
 
 #include "packet.cuh"
@@ -7,14 +7,14 @@
 namespace fastattention {
 
 constexpr int kRanks = Config::num_ranks;
-constexpr int kAllReduceWarps = Config::num_warps;  // of a CTA
+constexpr int kAllReduceWarps = Config::num_warps;  // per CTA
 constexpr int kAllReduceThreads = 32 * kAllReduceWarps;
 
-// Of rank r the packets from begin + r * step on, `longest` of them or until `end`; none of the rank `without`.
+// The range of rank r starts at packet begin + r * step and has `longest` packets, or ends at `end`; rank `without` has none.
 template <class Format>
 struct PeerRanges {
     using Item = typename Format::Item;
-    void* const* memory;  // by rank, packet 0
+    void* const* memory;  // packet 0 of each rank
     int64_t begin, step, longest, end;
     int without;
 
@@ -28,7 +28,7 @@ struct PeerRanges {
     }
 };
 
-// Through registers. A multiprocessor gets some 10 GB/s of other GPUs this way, however many loads are on their way.
+// Reads into registers. A multiprocessor gets about 10 GB/s from other GPUs this way, however many loads are in flight.
 template <class Format>
 class RegisterReads {
     using SomePacket = Packet<Format>;
@@ -40,7 +40,7 @@ public:
         : first_(static_cast<int64_t>(cta) * kAllReduceThreads + thread_index()),
           stride_(static_cast<int64_t>(num_ctas) * kAllReduceThreads) {}
 
-    // Calls use(at, packets) for each of this thread's packets. What is behind the end of a range is not set.
+    // Calls use(at, packets) for each of this thread's packets. Packets after the end of a range are not set.
     template <class Use>
     FA_DEVICE void for_each(const Ranges& ranges, const Use& use) {
         for (int64_t at = first_; at < ranges.longest; at += kAtOnce * stride_) {
@@ -61,16 +61,16 @@ private:
     const int64_t first_, stride_;
 };
 
-// Through shared memory, by bulk copies: three times as fast.
+// Reads into shared memory by bulk copies, which is three times as fast.
 template <class Format>
 class BulkReads {
     using SomePacket = Packet<Format>;
     using Ranges = PeerRanges<Format>;
-    static constexpr int kAtOnce = kRanks <= 4 ? 2 : 1;  // packets of a thread, between two barriers
+    static constexpr int kAtOnce = kRanks <= 4 ? 2 : 1;  // packets per thread between two barriers
     static constexpr int kStagePackets = kAtOnce * kAllReduceThreads;  // packets of a rank that are copied together
     static constexpr int kStageBytes = 16 * kStagePackets;
     static constexpr int kStages = 24 / (kAtOnce * kRanks);
-    static constexpr int kCounters = kStages * kRanks * kStageBytes;  // where they are
+    static constexpr int kCounters = kStages * kRanks * kStageBytes;  // offset of the counters
     static_assert(!Config::bulk_copies || Config::shared_bytes == kCounters + kStages * 8, "Python counts otherwise");
 
 public:
@@ -81,14 +81,14 @@ public:
         cta_barrier();
     }
 
-    // As above.
+    // Does what RegisterReads::for_each does.
     template <class Use>
     FA_DEVICE void for_each(const Ranges& ranges, const Use& use) {
         bulk_fence();
         if (thread_index() == 0)
             for (int ahead = 0; ahead < kStages - 1; ++ahead) request(first_ + ahead * stride_, ahead, ranges);
         for (int64_t chunk = first_; chunk < ranges.longest; chunk += stride_, ++taken_) {
-            // Into the stage that all threads have left with the last barrier.
+            // Copies into the stage that all threads finished reading before the last barrier.
             if (thread_index() == 0) request(chunk + (kStages - 1) * stride_, kStages - 1, ranges);
             const uint32_t stage = taken_ % kStages;
             bulk_wait(counter(stage), taken_ / kStages & 1);
@@ -111,7 +111,7 @@ public:
     }
 
 private:
-    // A chunk of every range, from packet `at` on, into the stage so many chunks ahead. By one thread.
+    // Copies a chunk of every range, starting at packet `at`, into the stage `ahead` chunks ahead. One thread calls this.
     FA_DEVICE void request(int64_t at, int ahead, const Ranges& ranges) {
         if (at >= ranges.longest) return;
         const uint32_t stage = (taken_ + ahead) % kStages;
@@ -133,8 +133,8 @@ private:
     }
     static FA_DEVICE uint32_t counter(uint32_t stage) { return shared_memory() + kCounters + stage * 8; }
 
-    const int64_t first_, stride_;  // packets of this CTA: where chunks begin
-    uint32_t taken_ = 0;  // chunks, since the kernel began
+    const int64_t first_, stride_;  // this CTA's first packet, and the distance of its chunks
+    uint32_t taken_ = 0;  // chunks read since the kernel began
 };
 
 template <class Format, bool kBulkCopies>

@@ -1,5 +1,5 @@
-/* An NPU whose memory is the host's: what torch_npu needs of CANN to be imported and to allocate, copy and free.
-   Nothing is computed. Streams and events are addresses that nobody looks behind, and all work is done at once.
+/* Stubs of CANN for an NPU whose memory is the host's: enough for torch_npu to be imported, and to allocate, copy and free.
+   Nothing is computed. Streams and events are addresses that are never dereferenced, and all work is done at once.
    acl_stub.py adds all other functions that torch_npu is linked to, which return 0. */
 
 #include <stddef.h>
@@ -65,7 +65,7 @@ int aclrtCreateEventExWithFlag(void** event, uint32_t flags) { return allocate(e
 int aclrtCreateEventWithFlag(void** event, uint32_t flags) { return allocate(event, 1); }
 int aclrtDestroyEvent(void* event) { return aclrtFree(event); }
 
-/* Settings, of which torch_npu asks for some by name. */
+/* Settings. torch_npu looks some of them up by name. */
 int aclSetCompileopt(int option, const char* value) { return 0; }
 int aclrtSetOpExecuteTimeOut(uint32_t seconds) { return 0; }
 int aclrtSetDeviceSatMode(int mode) { return 0; }

@@ -1,4 +1,4 @@
-// The library of one variant of the kernel that writes caches.
+// The library of one variant of the kernel that appends to a cache.
 #include "append.cuh"
 
 #include "launch.hpp"

@@ -1,4 +1,4 @@
-// The library of one variant of the backward kernel: the macros of a BackwardConfig say which.
+// The library of one variant of the backward kernel, chosen by the macros of a BackwardConfig.
 #include "backward.cuh"
 
 #include "launch.hpp"

@@ -6,12 +6,12 @@ namespace emulator {
 
 namespace {
 
-// Lanes from `first` on, as many as there are banks for units, which are served together. A unit is what a lane accesses:
-// it and those at a distance of 128 bytes are in the same banks.
+// The wavefronts of a group of lanes that is served together, starting at `first`. A unit is what a lane accesses. Units at
+// a distance of 128 bytes are in the same banks, so a unit has kBanks places.
 template <std::uint32_t kSize>
 int group_wavefronts(const std::uint32_t (&addresses)[32], std::uint32_t active, int first) {
     constexpr std::uint32_t kBanks = 128 / kSize;
-    std::uint32_t units[kBanks][kBanks];  // that a bank must serve
+    std::uint32_t units[kBanks][kBanks];  // the units that a bank must serve
     int served[kBanks] = {}, most = 0;
     for (int lane = first; lane < first + static_cast<int>(kBanks); ++lane) {
         if (!(active >> lane & 1)) continue;

@@ -1,9 +1,9 @@
-// Bank conflicts of shared memory. It has 32 banks of 4 bytes; in one wavefront each serves one word, to any number of
+// Bank conflicts of shared memory. It has 32 banks of 4 bytes; in one wavefront each bank serves one word to any number of
 // lanes. An access of a warp is served 128 bytes at a time: 32 lanes of 4 bytes, 16 of 8, or 8 of 16, each group in one
 // wavefront when its words are in different banks.
 //
-// The n-th accesses of the lanes of a warp since its last collective are taken for one instruction. They are, unless lanes
-// skip accesses and make others later: then counts are those of accesses that never happened together.
+// The n-th accesses of all lanes of a warp since its last collective count as one instruction. That is right unless lanes
+// skip accesses and make others later: then the counts include accesses that did not happen together.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ enum class Access : std::uint32_t { kNone, kLoad32, kLoad64, kLoad128, kStore32,
 // The wavefronts of accesses of `size` bytes by 32 lanes. active: bit i says whether lane i takes part.
 Wavefronts wavefronts_of(const std::uint32_t (&addresses)[32], std::uint32_t active, std::uint32_t size);
 
-// Accesses of a warp between two collectives.
+// The accesses of a warp between two collectives.
 class AccessLog {
 public:
     void add(int lane, Access access, std::uint32_t address) {
@@ -40,7 +40,7 @@ public:
     void clear();
 
 private:
-    std::vector<std::uint32_t> entries_;  // [access][lane]: kind and address, 0 where there is none
+    std::vector<std::uint32_t> entries_;  // [access][lane]: kind and address, 0 if there is none
     int count_[32] = {};
     int longest_ = 0;
 };

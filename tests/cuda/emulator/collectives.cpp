@@ -51,7 +51,7 @@ void run_any_lane(Warp& warp) {
 
 void run_warp_barrier(Warp& warp) { ++warp.epoch; }
 
-// rows[m][r]: row r of matrix m, whose address lane 8 m + r gives.
+// rows[m][r]: row r of matrix m, at the address that lane 8 m + r gives.
 void read_rows(Warp& warp, std::uint16_t (&rows)[4][8][8]) {
     std::uint32_t addresses[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -127,7 +127,7 @@ void run_mma_m16n8(Warp& warp) {
             std::memcpy(of_lane<Mma>(warp, lane).c + 2 * i, &c[lane / 4 + 8 * i][lane % 4 * 2], 2 * sizeof(float));
 }
 
-// Of kHalves times 8 rows. A word holds four neighbouring columns of a, or rows of b; c holds the bits of integers.
+// Multiplies 8 kHalves rows of a. A word holds four neighbouring columns of a, or rows of b; c holds the bits of integers.
 template <int kHalves>
 void run_mma_int8(Warp& warp) {
     constexpr int kRows = 8 * kHalves, kK = 16 * kHalves;
@@ -154,8 +154,8 @@ void run_mma_int8(Warp& warp) {
 int row_m8n8k4(int lane, int i) { return lane % 2 + (i & 2) + lane / 16 * 4; }
 int column_m8n8k4(int lane, int i) { return (i & 4) + (lane & 2) + i % 2; }
 
-// Of the quadpair, lanes 4q ... 4q + 3 and the same plus 16: a lane holds row lane % 4 + 4 (lane / 16) of a, and of b the
-// column of that number, or, by rows, row lane % 4, columns 4 (lane / 16) and the next three.
+// The product of quadpair q, lanes 4q ... 4q + 3 and 4q + 16 ... 4q + 19. A lane holds row r = lane % 4 + 4 (lane / 16) of
+// a. It holds column r of b or, if kRowsOfB, row lane % 4, columns 4 (lane / 16) and the next three.
 template <bool kRowsOfB>
 void multiply_quadpair(Warp& warp, int quadpair) {
     std::uint16_t a[8][4], b[4][8];

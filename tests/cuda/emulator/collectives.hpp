@@ -1,4 +1,4 @@
-// What the lanes of a warp do together: shuffles, loads of matrices, products of matrices. Layouts are those of the PTX ISA.
+// Collectives of a warp: shuffles, loads of matrices, products of matrices. Layouts are those of the PTX ISA.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ void mma_m8n8k16_int8(float* c, const std::uint32_t* a, const std::uint32_t* b);
 void mma_m8n8k4_row_col(float* c, const std::uint32_t* a, const std::uint32_t* b);
 void mma_m8n8k4_row_row(float* c, const std::uint32_t* a, const std::uint32_t* b);
 
-// The wavefronts of load_matrices, which goes on counting.
+// The wavefronts of all load_matrices so far.
 extern Wavefronts matrix_wavefronts;
 
 }  // namespace emulator

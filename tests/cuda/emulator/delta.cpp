@@ -1,4 +1,4 @@
-// The library of the kernel before a backward.
+// The library of the kernel that runs before a backward.
 #include "delta.cuh"
 
 #include "launch.hpp"

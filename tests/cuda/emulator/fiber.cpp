@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <new>
 
-// Registers that a function must preserve go to its own stack, the stack pointer to the fiber: what setcontext does,
-// without its system call. The indirect jump is predicted better than a return to another stack would be.
+// Saves callee-saved registers on the stack and the stack pointer in the fiber, like setcontext without its system call. The
+// indirect jump is predicted better than a return to another stack would be.
 #if defined(__x86_64__)
 asm(R"(
     .text
@@ -80,7 +80,7 @@ extern "C" __attribute__((visibility("hidden"))) void fastattention_switch_stack
 
 void Fiber::prepare(void (*function)(), char* top, std::size_t) {
 #if defined(__x86_64__)
-    constexpr int kWords = 8, kEntry = 6;  // six registers, the address to go to, and a return address that is not used
+    constexpr int kWords = 8, kEntry = 6;  // six registers, the address to jump to, and an unused return address
 #else
     constexpr int kWords = 20, kEntry = 11;  // x19 ... x28, x29, x30; d8 ... d15
 #endif
@@ -108,7 +108,7 @@ void Fiber::switch_stacks(Fiber& from, Fiber& to) { swapcontext(&from.context_, 
 
 namespace {
 
-constexpr std::size_t kPage = 64 * 1024;  // at least that of every system
+constexpr std::size_t kPage = 64 * 1024;  // at least the page size of every system
 constexpr std::size_t kStride = Stacks::kBytes + 2 * kPage;
 
 }  // namespace
@@ -122,7 +122,7 @@ Stacks::Stacks(int count) : bytes_(count * kStride) {
 
 Stacks::~Stacks() { munmap(memory_, bytes_); }
 
-// Shifted against each other: at equal distances from their pages, stacks would compete for the same lines of the cache.
+// Stacks are shifted against each other: at equal distances from their pages they would compete for the same cache lines.
 char* Stacks::top(int index) const { return memory_ + index * kStride + kPage + kBytes + index % 64 * 576; }
 
 }  // namespace emulator

@@ -9,13 +9,13 @@
 
 namespace emulator {
 
-// A stack with a function on it, stopped somewhere; or, when never prepared, the stack of whoever switches away from it.
+// A stack with a function that has stopped. A fiber that was never prepared has the stack of the code that switches from it.
 class Fiber {
 public:
     // The next switch to this fiber starts `function`, which must not return, on the stack that ends at `top`.
     void prepare(void (*function)(), char* top, std::size_t bytes);
 
-    // Stops here, in `from`, and goes on where `to` stopped. Returns when someone switches to `from` again.
+    // Stops `from` here and continues where `to` stopped. Returns when another fiber switches to `from` again.
     static void switch_stacks(Fiber& from, Fiber& to);
 
 private:
@@ -36,7 +36,7 @@ public:
     Stacks(const Stacks&) = delete;
     Stacks& operator=(const Stacks&) = delete;
 
-    // Where stack `index` begins; stacks grow towards lower addresses.
+    // The top of stack `index`; stacks grow towards lower addresses.
     char* top(int index) const;
 
 private:

@@ -11,7 +11,7 @@ namespace emulator {
 
 namespace {
 
-std::uint64_t loads;  // of flags by this CTA
+std::uint64_t loads;  // the number of times that this CTA has loaded a flag
 
 }  // namespace
 

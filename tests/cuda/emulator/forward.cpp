@@ -1,4 +1,4 @@
-// The library of one variant of the forward kernel: the macros of a KernelConfig say which.
+// The library of one variant of the forward kernel, chosen by the macros of a KernelConfig.
 #include "forward.cuh"
 
 #include "launch.hpp"

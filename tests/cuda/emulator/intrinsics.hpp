@@ -51,7 +51,7 @@ FA_DEVICE uint32_t lanes_where(bool x) {
 }
 FA_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
 FA_DEVICE int count_lanes(bool x) { return count_bits(lanes_where(x)); }
-// A shuffle, as on a GPU: all lanes must ask.
+// A shuffle, as on a GPU: all lanes must call it.
 FA_DEVICE int warp_index() { return static_cast<int>(emulator::shuffle(thread_index() / 32, 0)); }
 
 template <emulator::Access kAccess, class Value>
@@ -113,7 +113,7 @@ FA_DEVICE void store_global_128(void* address, Words4 x) {
 FA_DEVICE float as_float(uint32_t x) { return emulator::float_of_bits(x); }
 FA_DEVICE uint32_t as_bits(float x) { return emulator::bits_of_float(x); }
 FA_DEVICE float maximum(float a, float b) { return std::fmax(a, b); }
-// Zero in the place of a subnormal number: what instructions called .ftz read and write.
+// Flushes a subnormal value to zero, as .ftz instructions do for what they read and write.
 FA_DEVICE float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 FA_DEVICE float exp2_approximate(float x) { return flushed(std::exp2(flushed(x))); }
 FA_DEVICE float log2_approximate(float x) { return std::log2(flushed(x)); }
@@ -152,7 +152,7 @@ FA_DEVICE void copy_async_32(uint32_t to, const void* from, bool valid) {
     emulator::start_copy(*emulator::current, to, valid ? from : nullptr, 4);
 }
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
-    // Also where nothing is read, the address must be aligned.
+    // The address must be aligned even if nothing is read.
     emulator::check_global(from, 16, "copies", valid);
     emulator::start_copy(*emulator::current, to, valid ? from : nullptr, 16);
     emulator::current->warp->accesses.add(lane_index(), emulator::Access::kCopy128, to);

@@ -1,4 +1,4 @@
-// A kernel as a function of a library: from its parameters, its grid and the memory it may access to a report.
+// A kernel as a library function, which takes its parameters, grid and accessible memory, and fills a report.
 #pragma once
 
 #include "machine.hpp"

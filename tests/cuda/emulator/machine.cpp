@@ -18,20 +18,20 @@ std::uint32_t epoch, first_epoch;
 
 namespace {
 
-// The launch under way.
+// The running launch.
 struct Launch {
     void (*kernel)(const void* params);
     const void* params;
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<Warp*> turns;          // the warps in the order in which they take turns
-    bool votes, outcome;               // of any_thread: so far, and of the last barrier
-    int live_warps, waiting_warps;     // those that have threads; of them those whose threads all wait at a barrier
-    const Thread* returned_late;       // after the first barrier
+    bool votes, outcome;               // of any_thread: votes so far, and the outcome at the last barrier
+    int live_warps, waiting_warps;     // warps with threads left, and those whose threads all wait at a barrier
+    const Thread* returned_late;       // a thread that returned after the first barrier
     const Range *ranges, *last_range;
     std::int64_t num_ranges;
     Report* report;
-    Fiber outside;  // of launch()
+    Fiber outside;  // the fiber of launch()
 };
 
 Launch* now;
@@ -69,8 +69,7 @@ void count_accesses(Warp& warp) {
     warp.accesses.count(report.loads, report.stores, report.copies);
 }
 
-// A thread that can go on: of the same warp, or else of the next one that has such a lane, or else one that waits for a
-// bulk copy.
+// A thread that can go on: of the same warp, else of the next warp that has one, else one that waits for a bulk copy.
 Thread& next_thread(const Thread& thread) {
     if (thread.warp->stopped != kAllLanes) return next_lane(thread);
     const std::size_t count = now->warps.size();
@@ -81,13 +80,13 @@ Thread& next_thread(const Thread& thread) {
         }
 }
 
-// Its lanes have all come to where they waited, or returned.
+// Lets a warp go on, as all of its lanes have arrived or returned.
 void let_go_on(Warp& warp) {
     warp.arrived = 0;
     warp.stopped = warp.returned;
 }
 
-// All warps wait at a barrier. They can go on.
+// Lets all warps go on, as all wait at a barrier.
 void release(const Thread& thread) {
     if (now->returned_late != nullptr)
         fail(thread, "waits at cta_barrier, but thread %d returned after an earlier barrier", now->returned_late->index);

@@ -1,19 +1,18 @@
 // A multiprocessor that runs one CTA at a time, its threads as fibers on one thread of the operating system.
 //
-// A thread runs until it arrives at something that lanes do together: a collective of its warp, or a barrier of the CTA.
-// Then the next lane of the warp runs. The last lane to arrive does the work for all 32 and goes on; the others follow when
-// it stops at the next collective. Warps take turns at barriers. Waiting for a bulk copy, or for another process, is a
-// matter of a single thread.
+// A thread runs until it arrives at a collective of its warp or at a barrier of the CTA. Then the next lane of the warp
+// runs. The last lane to arrive does the work for all 32 and goes on; the others follow when it stops at the next
+// collective. Warps take turns at barriers. A thread that waits for a bulk copy, or for another process, waits alone.
 //
-// Found, with cta and thread, and ending the launch:
+// Errors that the emulator finds, each of which ends the launch with a message that names CTA and thread:
 // - lanes of a warp that wait at different collectives, or return while others wait;
 // - a barrier that a thread misses: it took part in one, and returned before another (threads that return before the first
 //   barrier do not count);
 // - shared memory: see shared_memory.hpp;
 // - global memory: accesses of 8 and 16 bytes that are not aligned, or not within one of the ranges passed with the launch;
 // - flags between processes: see flags.hpp.
-// Not found: accesses to global memory through ordinary pointers, and races there; a barrier that threads reach in
-// different places of the kernel.
+// It does not find accesses to global memory through ordinary pointers, races in global memory, or a barrier that threads
+// reach in different places of the kernel.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +28,7 @@ namespace emulator {
 
 constexpr int kLanes = 32;
 
-// A piece of global memory that a kernel may access.
+// A range of global memory that a kernel may access.
 struct Range {
     std::uint64_t address;
     std::int64_t bytes;
@@ -38,24 +37,24 @@ struct Range {
 // The CTAs of a launch; ../emulator.py mirrors it.
 struct Grid {
     std::int64_t num_ctas;
-    std::uint64_t shuffle;  // 0: CTAs, and warps within each, run in their order; else a seed for another one
+    std::uint64_t shuffle;  // 0: CTAs, and warps within each, run in order; otherwise a seed for a random order
 };
 
-// What a launch leaves behind; ../emulator.py mirrors it.
+// The result of a launch; ../emulator.py mirrors it.
 struct Report {
     Wavefronts loads, stores, matrices, copies;
-    char error[512];  // empty when there was none
+    char error[512];  // empty if there was none
 };
 
 struct Warp;
 
-// What the lanes of a warp do together.
+// An operation of all lanes of a warp together.
 struct Collective {
     const char* name;
-    void (*run)(Warp&);  // for all lanes, once all are there
+    void (*run)(Warp&);  // does the work of all lanes once all have arrived
 };
 
-// An asynchronous copy to shared memory that nobody has waited for.
+// An asynchronous copy to shared memory that no thread has waited for.
 struct PendingCopy {
     std::uint32_t to;
     const void* from;  // null for zeros
@@ -67,54 +66,54 @@ struct Thread {
     Fiber fiber;
     Warp* warp;
     int index, lane;
-    int num_groups;  // of asynchronous copies that it committed
+    int num_groups;  // groups of asynchronous copies that it has committed
     std::vector<PendingCopy> copies;
     Fences fences;
 };
 
 struct Warp {
-    Thread* threads;  // of its 32 lanes
+    Thread* threads;  // its 32 lanes
     std::size_t turn;  // its place in the order in which warps take turns
     int live, arrived;
-    std::uint32_t returned, stopped;  // lanes, as bits; stopped are those that arrived, paused or returned
-    const Collective* at;       // where those that arrived wait
-    void* operands[kLanes];     // of the collective, on the stacks of the lanes
+    std::uint32_t returned, stopped;  // one bit per lane; lanes stop when they arrive, pause or return
+    const Collective* at;       // where the arrived lanes wait
+    void* operands[kLanes];     // operands of the collective, on the stacks of the lanes
     std::uint32_t epoch;        // advances at each barrier of the warp
     AccessLog accesses;
 };
 
-// The thread that runs.
+// The running thread.
 extern Thread* current;
-// Of the CTA that runs.
+// The index of the running CTA.
 extern std::int64_t cta;
-// Advances at each barrier of a CTA, and from one CTA to the next; the first of this CTA.
+// epoch advances at each barrier of a CTA, and from one CTA to the next; first_epoch is its value when this CTA began.
 extern std::uint32_t epoch, first_epoch;
 
 // Ends the launch. The message says what `thread` did, e.g. "reads 0x10, which is ...".
 [[noreturn]] void fail(const Thread& thread, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// The current thread waits for the other lanes; `operands` is what the collective needs to know of this one.
+// The current thread waits for the other lanes. operands: the collective's operands of this lane.
 void arrive(const Collective& at, void* operands);
 
 // The current thread waits for all threads of the CTA that have not returned.
 void cta_barrier();
 
-// Likewise, and whether x is true of any of them.
+// Does the same, and returns whether x is true for any of them.
 bool any_thread(bool x);
 
-// The current thread stops until another one resumes it. When no thread can go on, a bulk copy ends that one waits for.
+// The current thread stops until another one resumes it. When no thread can go on, a bulk copy that a thread waits for ends.
 void pause();
 void resume(Thread& thread);
 
 // All other threads that can go on take turns with the current one.
 void let_others_go_on();
 
-// The current thread `does` something with `bytes` of global memory, or, when not `accessed`, with their address alone.
+// Checks what the current thread `does` with `bytes` of global memory or, if not `accessed`, with their address alone.
 void check_global(const void* address, std::uint32_t bytes, const char* does, bool accessed);
-// Likewise, where the address need not be a multiple of the bytes.
+// Does the same for an address that need not be a multiple of the bytes.
 void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignment, const char* does, bool accessed);
 
-// Runs `kernel` for each CTA of the grid; false, with a message in the report, when it failed.
+// Runs `kernel` for each CTA of the grid. Returns false, with a message in the report, if it failed.
 bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, int num_warps,
             std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report);
 

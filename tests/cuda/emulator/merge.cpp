@@ -1,4 +1,4 @@
-// The library of one variant of the kernel that merges parts.
+// The library of one variant of the kernel that merges attention over parts of the keys.
 #include "merge.cuh"
 
 #include "launch.hpp"

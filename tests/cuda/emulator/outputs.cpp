@@ -1,4 +1,4 @@
-// The library of one variant of chunked linear attention: the macros of an OutputsConfig say which.
+// The library of one variant of the outputs of chunked linear attention, chosen by the macros of an OutputsConfig.
 #include "outputs.cuh"
 
 #include "launch.hpp"

@@ -1,4 +1,4 @@
-// The library of one variant of what chunked linear attention prepares.
+// The library of one variant of the kernel that prepares chunked linear attention with one gate per head.
 #include "prepare.cuh"
 
 #include "launch.hpp"

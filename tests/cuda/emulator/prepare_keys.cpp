@@ -1,4 +1,4 @@
-// The library of one variant of what chunked linear attention prepares with a gate for every key dimension.
+// The library of one variant of the kernel that prepares chunked linear attention with a gate for every key dimension.
 #include "prepare_keys.cuh"
 
 #include "launch.hpp"

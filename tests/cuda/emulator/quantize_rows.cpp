@@ -1,4 +1,4 @@
-// The library of the kernels that make bytes of queries and keys.
+// The library of the kernels that quantize queries and keys.
 #include "quantize_rows.cuh"
 
 #include "launch.hpp"

@@ -8,21 +8,21 @@ namespace emulator {
 
 namespace {
 
-constexpr int kSeveralThreads = -1;  // of one warp
+constexpr int kSeveralThreads = -1;  // several threads of one warp
 constexpr int kSeveralWarps = -2;
 constexpr int kBulkCopy = -4;
 
-// Who accessed a word, and when. Epochs of a warp order its own threads, those of the CTA all of them. Of a bulk copy these
-// are the phase and the number of its counter, and `epoch` is that of the first thread that waited for it.
+// Who accessed a word, and when. Epochs of a warp order the threads of the warp, epochs of the CTA all threads. For a bulk
+// copy, warp_epoch and warp are the phase and the number of its counter, and epoch is when the first thread waited for it.
 struct Event {
     std::uint32_t epoch, warp_epoch;
-    std::int32_t thread;  // or one of the above
+    std::int32_t thread;  // or one of the constants above
     std::int32_t warp;
 };
 
 struct Word {
     Event written, read;
-    std::int32_t copied_by;  // the thread whose asynchronous copy is under way, or -1
+    std::int32_t copied_by;  // the thread whose asynchronous copy to this word is in flight, or -1
 };
 
 struct BulkCopy {
@@ -31,12 +31,12 @@ struct BulkCopy {
     std::uint32_t bytes;
 };
 
-// Of bulk copies, and the phase that is under way.
+// A counter of bulk copies, and its current phase.
 struct Counter {
     std::uint32_t address;
-    std::int32_t number;  // among counters
-    std::vector<std::uint32_t> seen;  // by thread: phases up to the one that it waited for last
-    std::uint32_t phases = 0;         // that have ended
+    std::int32_t number;  // its index among counters
+    std::vector<std::uint32_t> seen;  // by thread: the number of phases that it knows to have ended
+    std::uint32_t phases = 0;         // phases that have ended
     bool is_expected = false;
     std::uint32_t expected = 0, requested = 0;  // bytes
     std::vector<BulkCopy> copies;
@@ -52,14 +52,14 @@ std::size_t threads;
 
 Event event_of(const Thread& thread) { return {epoch, thread.warp->epoch, thread.index, thread.index / kLanes}; }
 
-// Whether a barrier lies between an event and what the thread does now, or it was that thread's own.
+// Whether a barrier separates an event from what the thread does now, or the event is the thread's own.
 bool is_before(const Event& event, const Event& now) {
     if (event.epoch < now.epoch || event.thread == now.thread) return true;
     if (event.thread == kBulkCopy) return counters[event.warp].seen[now.thread] > event.warp_epoch;
     return event.thread != kSeveralWarps && event.warp == now.warp && event.warp_epoch < now.warp_epoch;
 }
 
-// Adds a reader to those since the last barriers.
+// Adds a reader to the readers since the last barriers.
 void add_reader(Event& read, const Event& now) {
     if (read.epoch == now.epoch && read.thread == kSeveralWarps) return;
     if (read.epoch < now.epoch || (read.warp == now.warp && read.warp_epoch < now.warp_epoch)) {
@@ -86,7 +86,7 @@ void check_not_copied(const Thread& thread, const Word& word, std::uint32_t addr
              word.copied_by);
 }
 
-// Whoever wrote the word must have done so before the last barrier.
+// The last write of the word must have been before the last barrier.
 void check_written_before(const Thread& thread, const Event& written, const Event& now, std::uint32_t address,
                           const char* does) {
     if (is_before(written, now)) return;
@@ -95,7 +95,7 @@ void check_written_before(const Thread& thread, const Event& written, const Even
     fail(thread, "%s shared memory at %u, which thread %d wrote since their last barrier", does, address, written.thread);
 }
 
-// Nobody may have accessed the word since the last barrier.
+// No other thread may have accessed the word since the last barrier.
 void check_write(const Thread& thread, const Word& word, const Event& now, std::uint32_t address) {
     check_not_copied(thread, word, address, "writes");
     check_written_before(thread, word.written, now, address, "writes");
@@ -105,7 +105,7 @@ void check_write(const Thread& thread, const Word& word, const Event& now, std::
     fail(thread, "writes shared memory at %u, which several threads read since their last barrier", address);
 }
 
-// The counter at an address, which the thread may use.
+// The counter at an address. Fails if the thread must not use it yet.
 Counter& counter_at(Thread& thread, std::uint32_t address) {
     std::uint32_t unused[2];
     read_shared(thread, address, unused, sizeof unused);
@@ -114,7 +114,7 @@ Counter& counter_at(Thread& thread, std::uint32_t address) {
     fail(thread, "uses shared memory at %u as a counter of bulk copies, which it is not", address);
 }
 
-// Carries out the copies of the phase under way.
+// Ends the current phase: carries out its copies and resumes the threads that wait for them.
 void end_phase(Counter& counter) {
     for (const BulkCopy& copy : counter.copies) {
         Word* word = &words[(copy.to - kSharedBase) / 4];

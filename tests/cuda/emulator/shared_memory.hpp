@@ -1,19 +1,19 @@
-// Shared memory of the CTA that runs. Every access is checked.
+// Shared memory of the running CTA. Every access is checked.
 //
-// Found: addresses outside of it or not aligned to the size of the access; words that are read before anyone wrote them;
-// words under an asynchronous copy that are accessed before the thread that started it waited for it; and races, that is two
-// accesses of different threads to a word, one of them a write, without a barrier of the CTA, or of their common warp, in
-// between. An asynchronous copy may write at any time between its start and the wait, so it races with accesses before its
-// start, and what it wrote is new at the wait.
+// The emulator finds addresses that are outside of it or not aligned to the size of the access, and words that are read
+// before they are written. It finds accesses to words under an asynchronous copy before the thread that started it has
+// waited for it. It finds races: two accesses to a word by different threads, one of them a write, without a barrier of the
+// CTA, or of their common warp, in between. An asynchronous copy may write at any time between its start and the wait. So it
+// races with accesses before its start, and its data counts as written at the wait.
 //
-// Bulk copies write at any time before a thread has waited for the phase that counts them. They are carried out as late as
-// can be: when the first thread waits and all bytes have been asked for. Threads may access what has come if they have
-// waited themselves, or are behind a barrier of the CTA with one that has. Found: counters that nobody began, or that are
-// begun twice; a phase that begins before anyone has waited for the one before; waits that never end, because nobody
-// expects bytes or not as many are asked for as are expected; sizes and addresses that are no multiples of 16; a CTA that
-// ends before its copies do.
+// Bulk copies may write at any time before a thread has waited for their phase. They are carried out as late as possible:
+// when the first thread waits and all bytes have been requested. Threads may access the data if they have waited themselves,
+// or after a barrier of the CTA with a thread that has. The emulator finds counters that are used before they begin, or that
+// begin twice. It finds a phase that begins before a thread has waited for the previous one, and a CTA that ends before its
+// copies do. It finds waits that never end, because no bytes are announced or fewer are requested than announced. It also
+// finds sizes and addresses that are not multiples of 16.
 //
-// A race is found whatever the order in which fibers happen to run, but only between accesses that this launch makes.
+// A race is found in whatever order fibers run, but only between accesses that this launch makes.
 #pragma once
 
 #include <cstdint>
@@ -24,30 +24,30 @@
 
 namespace emulator {
 
-// The address of the first byte: not 0, so that 0 is outside.
+// The address of the first byte. It is not 0, so that 0 is outside.
 constexpr std::uint32_t kSharedBase = 1024;
 
-// Empties it for the next CTA.
+// Empties shared memory for the next CTA.
 void begin_shared_memory(std::uint32_t bytes, std::size_t num_threads);
 
 void read_shared(Thread& thread, std::uint32_t address, void* to, std::uint32_t bytes);
 void write_shared(Thread& thread, std::uint32_t address, const void* from, std::uint32_t bytes);
 
-// Of 4 or 16 bytes of global memory, or zeros when `from` is null.
+// Starts to copy 4 or 16 bytes of global memory, or zeros when `from` is null.
 void start_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes);
-// Until at most `pending` of the groups that the thread committed are under way.
+// Waits until at most `pending` of the groups that the thread committed are in flight.
 void wait_for_copies(Thread& thread, int pending);
-// Of a thread that has returned.
+// Drops the copies of a thread that has returned.
 void abandon_copies(Thread& thread);
 
-// Bulk copies, and counters of 8 bytes. A thread is told of the phase that it waits for by its lowest bit.
+// Bulk copies, and their counters of 8 bytes. phase: the lowest bit of the phase to wait for.
 void begin_counter(Thread& thread, std::uint32_t counter);
 void expect_bytes(Thread& thread, std::uint32_t counter, std::uint32_t bytes);
 void start_bulk_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes, std::uint32_t counter);
 void wait_for_bytes(Thread& thread, std::uint32_t counter, std::uint32_t phase);
-// When no thread can go on, `thread` being the last that did: resumes those that wait for some phase, or fails.
+// Called when no thread can go on. Resumes the threads that wait for some phase, or fails. thread: the last one that ran.
 void finish_bulk_copies(const Thread& thread);
-// When the last thread returns.
+// Called when the last thread returns.
 void check_no_bulk_copies(const Thread& thread);
 void abandon_bulk_copies();
 

@@ -1,4 +1,4 @@
-// The library of one variant of chunked linear attention: the macros of a StatesConfig say which.
+// The library of one variant of the states of chunked linear attention, chosen by the macros of a StatesConfig.
 #include "states.cuh"
 
 #include "launch.hpp"

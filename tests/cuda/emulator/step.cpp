@@ -1,4 +1,4 @@
-// The library of one variant of the kernel of linear attention token by token.
+// The library of one variant of the kernel that computes linear attention token by token.
 #include "step.cuh"
 
 #include "launch.hpp"

@@ -51,54 +51,54 @@ FA_EXPORT int64_t fastattention_sizeof(const char* name) {
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
 FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return kernels_of(isa).name; }
 
-// Whether it serves qk_dtype FA_INT8.
+// Whether an instruction set serves qk_dtype FA_INT8.
 FA_EXPORT int64_t fastattention_multiplies_int8(int64_t isa) { return has_int8_dot(kernels_of(isa).int8_dot) ? 1 : 0; }
 
-// 0, or 1 when memory ran out.
+// Returns 0, or 1 if memory ran out.
 FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
                                         int64_t num_threads) {
     const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
     return forward(kernels_of(isa).attention, params) ? 0 : 1;
 }
 
-// The gradients of a call without a cache: `plan` and `addresses` are those of its forward.
+// Computes the gradients of a call without a cache, given `plan` and `addresses` of its forward. Returns as forward does.
 FA_EXPORT int64_t fastattention_backward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
                                          const FaGradients* gradients, int64_t num_threads) {
     const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
     return backward(kernels_of(isa).attention, params, *gradients) ? 0 : 1;
 }
 
-// Linear attention; 0, or 1 when memory ran out.
+// Computes linear attention. Returns 0, or 1 if memory ran out.
 FA_EXPORT int64_t fastattention_linear(int64_t isa, const FaLinearParams* plan, const void* addresses, int64_t num_threads) {
     const FaLinearParams params = with_addresses(*plan, addresses, num_threads);
     return linear(kernels_of(isa).linear, params) ? 0 : 1;
 }
 
-// A call of a dense cache with lse, to be run later; null when memory ran out. fastattention_release gives it up.
+// Prepares a call with a dense cache and lse, to be run later; null if memory ran out. fastattention_release frees it.
 FA_EXPORT void* fastattention_prepare(int64_t isa, const FaAttentionParams* params) {
     return new (std::nothrow) Prepared(kernels_of(isa).attention, *params);
 }
 
-// From any thread.
+// May be called from any thread.
 FA_EXPORT void fastattention_run(void* prepared) { static_cast<Prepared*>(prepared)->run(); }
 
-// Whether memory ran out when it was run: its results are NaN then.
+// Whether memory ran out during the run. Its results are then NaN.
 FA_EXPORT int64_t fastattention_failed(const void* prepared) {
     return static_cast<const Prepared*>(prepared)->failed() ? 1 : 0;
 }
 
 FA_EXPORT void fastattention_release(void* prepared) { delete static_cast<Prepared*>(prepared); }
 
-// A WorkQueue; null when it cannot be had.
+// Starts a WorkQueue; null if memory or threads run out.
 FA_EXPORT void* fastattention_queue_start(const uint32_t* ready, uint32_t* done) {
     try {
         return new WorkQueue(ready, done);
-    } catch (const std::exception&) {  // of memory, or of threads
+    } catch (const std::exception&) {  // no memory, or no thread
         return nullptr;
     }
 }
 
-// 0, or 1 when memory ran out.
+// Returns 0, or 1 if memory ran out.
 FA_EXPORT int64_t fastattention_queue_push(void* queue, uint32_t number, WorkQueue::Function function, void* argument) {
     try {
         static_cast<WorkQueue*>(queue)->push(number, function, argument);
@@ -110,17 +110,17 @@ FA_EXPORT int64_t fastattention_queue_push(void* queue, uint32_t number, WorkQue
 
 FA_EXPORT uint32_t fastattention_queue_newest(void* queue) { return static_cast<WorkQueue*>(queue)->newest(); }
 
-// Waits for the job under way.
+// Waits for the running job.
 FA_EXPORT void fastattention_queue_end(void* queue) { delete static_cast<WorkQueue*>(queue); }
 
-// Addresses of GOMP_parallel and omp_get_max_threads; null for none.
+// Sets the addresses of GOMP_parallel and omp_get_max_threads; null for none.
 FA_EXPORT void fastattention_set_omp_team(void* parallel, void* max_threads) {
     set_omp_team({reinterpret_cast<decltype(OpenMp::parallel)>(parallel),
                   reinterpret_cast<decltype(OpenMp::max_threads)>(max_threads)});
 }
 
-// Sum of the floating-point operations that all threads did. kind: 0 float32 multiply-add, 1 bfloat16 dot; 0 when the
-// instruction set has none.
+// Runs a loop of floating-point operations on every thread and returns their number, or 0 if the instruction set has none.
+// kind: 0 float32 multiply-add, 1 bfloat16 dot.
 FA_EXPORT double fastattention_flop_loop(int64_t isa, int64_t kind, int64_t iterations, int64_t num_threads) {
     const Kernels& kernels = kernels_of(isa);
     const auto loop = kind == 0 ? kernels.fma_loop : kernels.bf16_dot_loop;
@@ -140,7 +140,7 @@ FA_EXPORT void fastattention_read_loop(int64_t isa, const char* data, int64_t by
                  [&](int64_t index, int) { kernels.read_loop(data + index * kReadChunk, kReadChunk); });
 }
 
-// What tile_range.hpp says of a tile, for the test that holds tile_range.py to it.
+// Classifies a tile by tile_range.hpp, for the test that compares tile_range.py with it.
 FA_EXPORT int64_t fastattention_classify_tile(int64_t seqlen_q, int64_t seqlen_k, int64_t left, int64_t right,
                                               int64_t first_q, int64_t last_q, int64_t first_k, int64_t last_k) {
     return static_cast<int64_t>(TileRange{seqlen_q, seqlen_k, left, right}.classify(first_q, last_q, first_k, last_k));

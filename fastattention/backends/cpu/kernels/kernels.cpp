@@ -1,9 +1,9 @@
 // The kernels of one instruction set. The build compiles this file once for each, with that set's compiler flags and
 //   FA_NAMESPACE     the namespace of its code, also its name
-//   FA_SIMD_HEADER   its vectors
-//   FA_HAS_BF16_DOT  when it multiplies pairs of bfloat16
-//   FA_HAS_VNNI      when it multiplies and adds pairs of 16-bit integers in one instruction
-//   FA_HAS_AMX       when it has AMX tiles for them
+//   FA_SIMD_HEADER   the header of its vectors
+//   FA_HAS_BF16_DOT  if it has dot products of pairs of bfloat16
+//   FA_HAS_VNNI      if it multiplies and adds pairs of 16-bit integers in one instruction
+//   FA_HAS_AMX       if it has AMX tiles of bfloat16 and int8
 #include FA_SIMD_HEADER
 
 #include "common/wait_for.hpp"
@@ -13,7 +13,7 @@ namespace FA_NAMESPACE {
 using namespace fastattention;
 }
 
-// In this order: each uses those above it. A family uses what is common, and nothing of another family.
+// The order matters: headers use those above them. A family's headers use common ones, but none of another family.
 #include "common/math.hpp"
 #include "common/rows.hpp"
 #include "common/gemm.hpp"
@@ -52,8 +52,8 @@ using namespace fastattention;
 
 namespace FA_NAMESPACE {
 
-// Which type and units serve each element type: the one place that decides. Unit is that of prefill, Dot of decode from rows,
-// CachedUnit of what is read from a cache in panels.
+// Which type and units serve an element type is decided here only. Unit serves prefill, Dot decode from rows, and CachedUnit
+// a cache in panels.
 template <class ElementType, class UnitType, class DotType, class CachedUnitType = UnitType>
 struct Path {
     using Element = ElementType;
@@ -80,7 +80,7 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
     return with_path_of(p.dtype, use);
 }
 
-// What prefill multiplies queries and keys as. Quantized caches have quantized keys already, which it does not quantize again.
+// Passes the unit in which prefill multiplies queries and keys. Keys of a quantized cache are not quantized again.
 template <class Stored, class Unit, class Use>
 FA_INLINE auto with_key_unit([[maybe_unused]] const FaAttentionParams& p, Use&& use) {
 #ifdef FA_HAS_QUADS
@@ -90,7 +90,7 @@ FA_INLINE auto with_key_unit([[maybe_unused]] const FaAttentionParams& p, Use&& 
     return use(Unit{});
 }
 
-// What the caches hold: elements of q's type, or those of a quantized cache.
+// Passes the element type of the caches: that of q, or a quantized one.
 template <class Element, class Use>
 FA_INLINE auto with_stored(const FaAttentionParams& p, Use&& use) {
     if (p.cache_dtype == FA_INT8) return use(Int8{});
@@ -98,11 +98,11 @@ FA_INLINE auto with_stored(const FaAttentionParams& p, Use&& use) {
     return use(Element{});
 }
 
-// How a decode multiplies.
+// Passes the class of a decode's arithmetic.
 template <class Use>
 FA_INLINE auto with_dot(const FaAttentionParams& p, Use&& use) {
 #ifdef FA_HAS_WORDS
-    // Fixed point is as good as half precision, not as float32.
+    // Fixed point is as accurate as half precision, but not as float32.
     if (p.cache_dtype == FA_INT8 && p.dtype != FA_FLOAT32) return use(FixedPoint{});
 #endif
     if (p.cache_dtype == FA_INT8) return use(Wide<Int8>{});

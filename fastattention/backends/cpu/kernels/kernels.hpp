@@ -11,13 +11,13 @@ namespace fastattention {
 
 struct Kernels {
     const char* name;
-    Int8Dot int8_dot;  // which its processors may lack
+    Int8Dot int8_dot;  // its int8 instructions, which the processor may lack
 
     AttentionKernels attention;
     LinearKernels linear;
 
-    // Loops that measure the limits of a core, see peaks.hpp; null where the instruction does not exist.
-    double (*fma_loop)(int64_t iterations);  // returns the floating-point operations it did
+    // Loops that measure the limits of a core, see peaks.hpp; null if the instruction does not exist.
+    double (*fma_loop)(int64_t iterations);  // returns the number of floating-point operations
     double (*bf16_dot_loop)(int64_t iterations);
     uint64_t (*read_loop)(const char* data, int64_t bytes);
 };

@@ -1,9 +1,9 @@
-// Appending new keys and values to a cache.
+// Appends new keys and values to a KV cache.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// New token `token` of head `head`, a key as it comes, or a value.
+// The key, before its rotation, or the value of new token `token` and head `head`.
 template <class Element>
 FA_INLINE const Element* new_key(const FaAttentionParams& p, const Sequence& s, int64_t token, int64_t head) {
     return static_cast<const Element*>(p.k_new) + s.batch * p.k_new_stride_batch + token * p.k_new_stride_row +
@@ -16,7 +16,7 @@ FA_INLINE const Element* new_value(const FaAttentionParams& p, const Sequence& s
            head * p.v_new_stride_head;
 }
 
-// A new key as floats, rotated when the call asks for it; `to` is padded to whole vectors.
+// Loads a new key as floats, rotated when the call asks for it; `to` is padded to whole vectors.
 template <class Element>
 FA_INLINE void load_new_key(const FaAttentionParams& p, const Sequence& s, int64_t token, int64_t head, float* to) {
     widen_row(new_key<Element>(p, s, token, head), to, p.headdim, round_up(p.headdim, Vec::kWidth));
@@ -61,7 +61,7 @@ static void append_token(const Call& call, const Sequence& s, int64_t token) {
             store_token(wide, p.headdim_v, v_to + head * p.v_stride_head, call.value_scales(s, head)(row));
         } else {
             append_key<Element>(p, s, token, head, k_to + head * p.k_stride_head);
-            // Values in the keys are those of the new ones.
+            // Values that are part of the keys have been written with them.
             if (!values_in_keys(p)) memcpy(v_to + head * p.v_stride_head, value, p.headdim_v * sizeof(Element));
         }
     }

@@ -1,4 +1,4 @@
-// A backward: packs heads in waves, and hands their chunks of keys to threads (backward.hpp).
+// Runs a backward: packs heads in waves, and hands their chunks of keys to threads (backward.hpp).
 #include <algorithm>
 #include <exception>
 #include <vector>
@@ -12,10 +12,10 @@
 namespace fastattention {
 namespace {
 
-// Heads are packed and processed in waves of about this many bytes: working memory does not grow with the batch. Few enough
-// for the arena to keep, and for caches; threads need heads between whose chunks they take turns.
+// Heads are packed and processed in waves of about this many bytes, so that working memory does not grow with the batch. A
+// wave is small enough for the arena to keep, and for caches. It has enough heads for threads to alternate between.
 constexpr int64_t kWaveBytes = int64_t{16} << 20, kWaveBytesOfThread = int64_t{2} << 20;
-// As in forward.cpp, but lower: a backward has five products where a forward has two.
+// Less work than this stays on one thread. It is less than in forward.cpp, as a backward has five products, a forward two.
 constexpr double kSerialWork = 2e5;
 constexpr int64_t kCacheLineFloats = 16;
 
@@ -64,7 +64,7 @@ private:
         int64_t tiles, chunks;
     };
 
-    // What a head's tiles take: packed, their gradient of q, sums for its sinks, turns.
+    // The floats that a head's tiles take: packed rows, gradients of q, sums for sinks, and turns.
     int64_t floats_of(const Job& job) const {
         const int64_t tile = geometry_.tile_floats + geometry_.grad_q_floats + call_.group_size + 1;
         return divide_up(job.tiles * tile, kCacheLineFloats) * kCacheLineFloats;
@@ -76,7 +76,7 @@ private:
         float* sums = job.head.grad_q + job.tiles * geometry_.grad_q_floats;
         job.head.grad_sinks = gradients_.grad_sinks ? sums : nullptr;
         job.head.turn = reinterpret_cast<int32_t*>(sums + job.tiles * call_.group_size);
-        std::fill_n(job.head.turn, job.tiles, -1);  // whose turn it is says the first chunk
+        std::fill_n(job.head.turn, job.tiles, -1);  // until the first chunk sets the turn
     }
 
     bool run_wave(Job* jobs, int64_t count, int64_t floats) {
@@ -96,8 +96,8 @@ private:
             for (int64_t tile = 0; tile < jobs[i].tiles; ++tile) tiles.push_back({i, tile});
             most_chunks = std::max(most_chunks, jobs[i].chunks);
         }
-        // Chunks of one head wait for each other: those of other heads go between them. The first of a causal head have
-        // the most queries, so that threads finish together.
+        // Chunks of one head wait for each other, so chunks of other heads go between them. The first chunks of a causal
+        // head have the most queries and start first, so that threads finish together.
         for (int64_t chunk = 0; chunk < most_chunks; ++chunk)
             for (int64_t i = 0; i < count; ++i)
                 if (chunk < jobs[i].chunks) chunks.push_back({i, chunk});
@@ -129,7 +129,7 @@ private:
 bool backward(const AttentionKernels& kernels, const FaAttentionParams& params, const FaGradients& gradients) {
     try {
         return Backward(kernels, params, gradients).run();
-    } catch (const std::exception&) {  // of memory for lists: tasks throw nothing
+    } catch (const std::exception&) {  // no memory for lists; tasks throw nothing
         return false;
     }
 }

@@ -1,34 +1,35 @@
 // The backward of attention: gradients of queries, keys and values from that of the result.
 //
-//     p   = exp(s - lse)                  the weights again, from what the forward kept
+//     p   = exp(s - lse)                  the weights, recomputed from the forward's lse
 //     dv += p^T do      dp = do v^T
 //     ds  = p * (dp - delta)              delta = sum(do * o) - dlse, one value a row
 //     dq += ds k        dk += ds^T q      both times softmax_scale at the end
 //
-// (FlashAttention-2, arXiv 2307.08691, algorithm 2; the gradient of lse joins delta because dlse/ds = p.) A task is a chunk
-// of keys, whose gradients stay with its thread: transposed, so that all five products take their operands as they are
-// written. Chunks add to a tile's gradient of q one after the other, in their order: results depend on nothing else.
+// (FlashAttention-2, arXiv 2307.08691, algorithm 2; the gradient of lse is part of delta because dlse/ds = p.) A task is a
+// chunk of keys, whose gradients stay with its thread. They are transposed, so that all five products read operands in the
+// layout in which they were written. Chunks add to a tile's gradient of q in a fixed order, so results are deterministic.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Rows of a tile are a multiple of every Unit::kRowStep and of twice kAmxTile, keys of a chunk one of kDropoutKeys and so of
-// kPanel. A chunk's keys, values and their gradients take 20 bytes a key and element, which share the L2 cache with a tile.
+// Rows of a tile are a multiple of every Unit::kRowStep and of twice kAmxTile. Keys of a chunk are a multiple of
+// kDropoutKeys and so of kPanel. A chunk's keys, values and their gradients take 20 bytes per key and element, and share the
+// L2 cache with a tile.
 static constexpr int64_t kChunkElements = Vec::kWidth == 16 ? 32768 : 16384;  // keys times elements
 static constexpr int64_t kMostChunkKeys = 256;
 static constexpr int64_t kBackwardRows = 96;
 
-// How everything lies that a task works on. A matrix `x` has x_stride floats from row to row.
+// The layout of a task's memory. A matrix `x` has x_stride floats from row to row.
 template <class Unit>
 struct BackwardLayout {
     int64_t rows, keys;
-    int64_t query_units, value_units;      // of a row's elements, padded to what a product takes
-    int64_t query_stride, value_stride;    // of tiles (rows, elements)
-    int64_t query_rows, value_rows;        // of matrices with elements first
-    int64_t row_stride;                    // of tiles with elements first (elements, units of rows)
+    int64_t query_units, value_units;      // units per row, padded to the depth of a product
+    int64_t query_stride, value_stride;    // for tiles (rows, elements)
+    int64_t query_rows, value_rows;        // rows of matrices with elements first
+    int64_t row_stride;                    // for tiles with elements first (elements, units of rows)
     int64_t query_columns, value_columns;  // whole vectors of elements
-    int64_t key_stride;                    // of the chunk's keys (units of keys, elements), and of a tile's gradient of q
-    int64_t score_stride;                  // of (rows, keys), and of the chunk's gradients (elements, keys)
+    int64_t key_stride;                    // for the chunk's keys (units of keys, elements), and a tile's gradient of q
+    int64_t score_stride;                  // for scores (rows, keys), and the chunk's gradients (elements, keys)
 
     explicit BackwardLayout(const FaAttentionParams& p) {
         constexpr int64_t kDepth = Unit::kElements * Unit::kDepthStep;
@@ -55,11 +56,11 @@ struct BackwardLayout {
     int64_t stats() const { return grads_t() + value_rows * row_stride; }
     int64_t tile_floats() const { return stats() + kRowStats * rows; }
 
-    // lse, +infinity of rows without keys; delta; what weights are multiplied with.
+    // Per row: lse, +infinity if it sees no keys; delta; the factor of weights.
     static constexpr int64_t kRowStats = 3;
 };
 
-// With a block mask they are within a row of blocks.
+// With a block mask, rows of a tile are within a row of blocks.
 static_assert(kBlockTileRows <= kBackwardRows);
 FA_INLINE int64_t rows_of_tile(const FaAttentionParams& p) { return p.block_mask ? kBlockTileRows : kBackwardRows; }
 
@@ -118,7 +119,7 @@ public:
                 stats[row] = kInfinity;
                 stats[row + layout_.rows] = stats[row + 2 * layout_.rows] = 0.0f;
             }
-            if constexpr (Unit::kElements == 2) {  // in place: what is written is never ahead of what is still to be read
+            if constexpr (Unit::kElements == 2) {  // in place: writes never overtake reads
                 narrow_row(query, reinterpret_cast<Bfloat16*>(query), layout_.query_columns);
                 narrow_row(grad, reinterpret_cast<Bfloat16*>(grad), layout_.value_columns);
             }
@@ -132,13 +133,13 @@ public:
 private:
     QueryRow row_at(int64_t row) const { return query_row(call_, head_.kv_head, rows_, row); }
 
-    // Where a row of the result lies, in elements from the first of all.
+    // The offset of a row of the result, in elements from the first one.
     int64_t out_offset(QueryRow where) const {
         const int64_t first = (sequence_.out - static_cast<const char*>(p_.out)) / call_.element_size;
         return first + where.token * p_.out_stride_row + where.head * p_.out_stride_head;
     }
 
-    // The gradient of a row of the result as floats; returns its product with the result.
+    // Loads the gradient of a row of the result as floats; returns its product with the result.
     float load_grad(QueryRow where, float* grad) const {
         const int64_t offset = out_offset(where);
         float out[kMaxHeaddimV + 2 * Vec::kWidth];
@@ -158,13 +159,13 @@ private:
         stats[2 * layout_.rows] = absolute_value(lse) < kLargestPlainLse || !sequence_.bias ? 1.0f : share(where, lse);
     }
 
-    // Beyond it lse cannot tell how many keys share a row: its last bit is 8, more than log of their number.
+    // Beyond this, lse is too coarse to tell how many keys share a row: its last bit is 8, more than the log of any count.
     static constexpr float kLargestPlainLse = 1e8f;
 
     static float absolute_value(float x) { return x < 0.0f ? -x : x; }
 
-    // What a key gets of a row whose scores are all as low as a float goes, as masks added to scores are. They are those of
-    // the bias alone: products vanish beside it.
+    // The weight of a key in a row whose scores are all near the lowest float, as additive masks make them. Only the bias is
+    // used: products vanish beside it.
     float share(QueryRow where, float lse) const {
         const ScoreRow row = score_row(call_, sequence_, where.token, where.head);
         const int64_t begin = sequence_.mask.row_begin(where.token), end = sequence_.mask.row_end(where.token);
@@ -179,7 +180,7 @@ private:
         return sum > 0.0f ? 1.0f / sum : 1.0f;
     }
 
-    // to: with elements first, zeros below the last.
+    // Transposes a tile into `to`, with elements first and zeros after the last element.
     void transpose(int64_t from, int64_t from_stride, int64_t to, int64_t columns, int64_t rows_of_result) const {
         const int64_t stride = layout_.row_stride, units = layout_.rows / Unit::kElements;
         float* result = at_ + to;
@@ -193,7 +194,7 @@ private:
         for (int64_t row = columns; row < rows_of_result; ++row) memset(result + row * stride, 0, units * sizeof(float));
     }
 
-    // A sink is a key whose value is zero: of its score the gradient is -p delta.
+    // A sink is a key whose value is zero, so the gradient of its score is -p delta.
     void add_sinks(const float* stats) const {
         float* sums = head_.grad_sinks + tile_ * call_.group_size;
         for (int64_t i = 0; i < call_.group_size; ++i) sums[i] = 0.0f;
@@ -205,7 +206,7 @@ private:
         }
     }
 
-    // Gradients of queries that see no key of the tile's: nothing comes to write them.
+    // Clears the gradients of queries if the tile sees no key, as no chunk writes them.
     void clear_unseen() const {
         const QueryRow first = row_at(0);
         const auto seen = sequence_.mask.rows(first.token, row_at(rows_.count - 1).token);
@@ -273,7 +274,7 @@ private:
 
     QueryRow row_at(const RowTile& rows, int64_t row) const { return query_row(call_, head_.kv_head, rows, row); }
 
-    // Keys and values with elements first, in panels, and keys as they are. Zeros past the end.
+    // Packs keys and values with elements first, in panels, and keys also in rows. Zeros follow the last key.
     void pack() {
         pack(call_.keys(sequence_, head_.kv_head), p_.headdim, layout_.query_columns, layout_.query_units, keys_t_, keys_);
         pack(call_.values(sequence_, head_.kv_head), p_.headdim_v, layout_.value_columns, layout_.value_units, values_t_,
@@ -300,7 +301,7 @@ private:
         }
     }
 
-    // A row as units, with zeros up to `padded` floats; zeros alone for a null pointer.
+    // Loads a row as units, with zeros up to `padded` floats; only zeros for a null pointer.
     static void load_units(const char* from, int64_t n, int64_t padded, float* to) {
         if (from == nullptr) {
             memset(to, 0, padded * sizeof(float));
@@ -313,7 +314,7 @@ private:
         }
     }
 
-    // What the rows of a tile see of the chunk: runs of keys, each in whole panels.
+    // Processes the keys of the chunk that the rows of a tile see: runs of keys, each in whole panels.
     void visit(int64_t tile, const RowTile& tile_rows) {
         const QueryRow first = row_at(tile_rows, 0);
         const Seen seen = sequence_.mask.rows(first.token, row_at(tile_rows, tile_rows.count - 1).token);
@@ -358,18 +359,18 @@ private:
                                  result + j, layout_.score_stride, count, kPanel);
     }
 
-    // What turns a row's products into weights and into gradients of its scores.
+    // The terms that turn a row's products into weights and gradients of scores.
     struct Row {
         ScoreRow score;
         Vec lse, delta, factor;
-        Vec scale, shift;  // of products that nothing modifies
-        Vec begin, end;    // the keys of the chunk that it sees
-        float factors[kMostChunkKeys];  // of dropout
+        Vec scale, shift;  // of products, if scores are not modified
+        Vec begin, end;    // the keys of the chunk that the row sees
+        float factors[kMostChunkKeys];  // for dropout
     };
 
     template <bool kModified, bool kDrops>
     void set(Row& r, const float* stats, const RowTile& tile_rows, int64_t row, int64_t begin, int64_t end) const {
-        // Padding does as the last row, but its lse leaves no weight.
+        // A padding row is like the last row, but its lse makes all weights 0.
         const QueryRow where = row_at(tile_rows, smaller(row, tile_rows.count - 1));
         if (kModified) r.score = score_row(call_, sequence_, where.token, where.head);
         if (kDrops) {
@@ -386,7 +387,7 @@ private:
     }
 
     // Turns the products p and dp with keys from j on into weights and gradients of the scaled products.
-    // Dropout multiplies weights before they meet values, and so the gradients that come back from there.
+    // Dropout multiplies weights before their product with values, and therefore the gradients of weights too.
     template <bool kModified, bool kMasked, bool kDrops>
     __attribute__((always_inline)) void differentiate_vector(const Row& row, int64_t j, Vec& p, Vec& dp) const {
         constexpr bool kPrecise = Unit::kElements == 1;
@@ -417,8 +418,8 @@ private:
         run(full ? &Self::differentiate<false, false, false> : &Self::differentiate<false, true, false>);
     }
 
-    // Over the products in weights_ and grad_s_ their weights and gradients are written: floats in place, of pairs those of
-    // two neighbouring rows in the first half of the rows, which have been read by then.
+    // Overwrites the products in weights_ and grad_s_ with weights and gradients: floats in place, pairs of two neighbouring
+    // rows in the first half of the rows, which have been read by then.
     template <bool kModified, bool kMasked, bool kDrops>
     void differentiate(const float* stats, const RowTile& tile_rows, int64_t rows, int64_t begin, int64_t end) {
         const int64_t stride = layout_.score_stride;
@@ -451,12 +452,12 @@ private:
         }
     }
 
-    // Waits until the chunks before this one have added to the tile, adds, and writes it when no chunk follows.
+    // Waits until earlier chunks have added to the tile, adds to it, and writes it if no chunk follows.
     template <class ForEachRun>
     void add_to_queries(int64_t tile, const RowTile& tile_rows, int64_t rows, const BlockRow& blocks, const Seen& seen,
                         ForEachRun for_each_run) {
         float* grad_q = head_.grad_q + tile * layout_.rows * layout_.key_stride;
-        bool adds = blocks.next(seen.seen_begin, first_key_) < first_key_;  // to what an earlier chunk has left
+        bool adds = blocks.next(seen.seen_begin, first_key_) < first_key_;  // whether earlier chunks have added to the tile
         if (adds) wait_for(head_.turn + tile, static_cast<int32_t>(chunk_));
         for_each_run([&](int64_t begin, int64_t end) {
             if (adds) {
@@ -489,7 +490,7 @@ private:
                                         layout_.key_stride, rows, smaller(kPanel, columns - c));
     }
 
-    // A gradient of the chunk's keys or values, from elements first to rows.
+    // Writes a gradient of the chunk's keys or values, transposed from elements first to rows.
     void write(const float* gradient, int64_t n, int64_t columns, float scale, void* to) const {
         float block[Vec::kWidth * kBlockStride];
         for (int64_t j = 0; j < num_keys_; j += Vec::kWidth) {
@@ -512,7 +513,7 @@ private:
     const Dropout dropout_;
     const int64_t chunk_, first_key_, num_keys_;
     float *keys_t_, *values_t_, *keys_, *grad_k_, *grad_v_;
-    float *weights_, *grad_s_;  // products of queries with keys and of their gradients with values, and what becomes of them
+    float *weights_, *grad_s_;  // products of queries with keys and of gradients with values; later weights and gradients
     float* grad_s_rows_;  // gradients of scores, row by row
 };
 

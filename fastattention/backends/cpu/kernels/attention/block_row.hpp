@@ -6,24 +6,24 @@
 
 namespace fastattention {
 
-// The tokens of a block are a multiple of this; fastattention/attention/problem.py says the same.
+// The tokens of a block are a multiple of this; fastattention/attention/problem.py checks it.
 constexpr int64_t kBlockStep = 64;
 
-// The keys that a block mask leaves to the queries of one row of blocks.
+// The keys that a block mask keeps for the queries of one row of blocks.
 struct BlockRow {
-    const uint8_t* kept = nullptr;  // of block 0, then `stride` bytes on; null without a block mask: all are kept
+    const uint8_t* kept = nullptr;  // flag of block 0, the next one `stride` bytes on; null without a block mask
     int64_t stride = 0;
     int64_t block_n = 0;  // keys of a block
 
     FA_HOST_DEVICE bool keeps(int64_t key) const { return kept == nullptr || kept[key / block_n * stride] != 0; }
 
-    // The first key from `key` on that is kept; `end` when there is none before.
+    // The first kept key from `key` on; `end` if there is none before it.
     FA_HOST_DEVICE int64_t next(int64_t key, int64_t end) const {
         while (key < end && !keeps(key)) key = (key / block_n + 1) * block_n;
         return key < end ? key : end;
     }
 
-    // One past the last of the keys from `key` on that are kept without a gap; `end` at most.
+    // The end of the run of kept keys that begins at `key`; `end` at most.
     FA_HOST_DEVICE int64_t run_end(int64_t key, int64_t end) const {
         if (kept == nullptr) return end;
         while (key < end && keeps(key)) key = (key / block_n + 1) * block_n;
@@ -31,13 +31,13 @@ struct BlockRow {
     }
 };
 
-// Iterates over the kept keys from `begin` to `end` in pieces of adjacent keys, each as long as the caller can take.
+// Iterates over the kept keys from `begin` to `end` in runs of adjacent keys, each as long as the caller can process.
 class KeyRuns {
 public:
     FA_HOST_DEVICE KeyRuns(const BlockRow& row, int64_t begin, int64_t end)
         : row_(row), end_(end), first_(begin), past_last_(begin), run_end_(begin) {}
 
-    // Moves to the first piece, then to the next, of at most `most` keys; false when there is none.
+    // Moves to the first run, then to the next, of at most `most` keys; false if there is none.
     FA_HOST_DEVICE bool next(int64_t most) {
         first_ = past_last_;
         if (first_ >= run_end_) {

@@ -1,12 +1,12 @@
-// Decode: a few query rows against keys and values where they lie, split over the keys and merged by log-sum-exp.
+// Decode: a few query rows against keys and values in place, split over the keys and merged by log-sum-exp.
 //
 // Rows that share a key head are processed kGroup at a time, so that a key is read once for all of them. Scores are kept
 // key by key, the group's rows side by side: lane t * kGroup + g of a vector is key t, row g. Vertical operations then
 // serve all rows at once, and one reduction turns kWidth accumulators into one vector of scores.
 //
-// Caches stored tokens first keep the heads of a token side by side, in rows as short as 128 bytes: read head by head,
-// memory gives half its speed. There one task reads several heads: they take turns block by block, while prefetching
-// runs through whole tokens of the block ahead (docs/decisions/0005-read-neighbouring-heads-together.md; how many: 0059).
+// Token-major caches have the heads of a token side by side, in rows as short as 128 bytes. Read head by head, they reach
+// half the memory bandwidth. So one task reads several heads, which take turns block by block, while prefetching runs
+// through whole tokens of the next block (docs/decisions/0005-read-neighbouring-heads-together.md; how many heads: 0059).
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -29,7 +29,7 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
 #pragma GCC unroll 16
         for (int t = 0; t < kKeys; ++t) ahead.prefetch_next(0, headdim);
         auto step = [&](const float* query, auto&& key_chunk) __attribute__((always_inline)) {
-            // Whichever are fewer, keys or queries, stay in registers.
+            // Keys or queries, whichever are fewer, stay in registers.
             if constexpr (kKeys > kGroup) {
                 Vec row[kGroup];
 #pragma GCC unroll 8
@@ -62,8 +62,8 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
     }
 }
 
-// acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns from `column` on. units: of the
-// probabilities of each row.
+// acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns, starting at `column`. units: the unit of
+// each row's probabilities.
 template <class Element, class Dot, int kGroup, int kChunks, bool kPartial>
 FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, const float* probabilities,
                                   const float* units, float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
@@ -82,7 +82,7 @@ FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, 
         return kPartial ? Dot::load_chunk_partial(p, tail) : Dot::load_chunk(p);
     };
     for (int64_t j = 0; j < block.n; j += Dot::kKeysPerStep) {
-        // Each pass over the keys fetches its own columns of the rows ahead, so that memory is busy in all of them.
+        // Each pass over the keys prefetches its own columns of later rows, so that memory is busy in all passes.
         for (int i = 0; i < Dot::kKeysPerStep; ++i) ahead.prefetch_next(column, kPartial ? tail : kChunks * Dot::kChunk);
         const float* p = probabilities + j / Dot::kKeysPerStep * kGroup;
 #pragma GCC unroll 8
@@ -107,7 +107,7 @@ FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, 
         }
 }
 
-// The columns from `column` on, kChunks chunks at a time as long as there are so many, then half as many.
+// Accumulates the columns from `column` on: kChunks chunks at a time as long as that many are left, then half as many.
 template <class Element, class Dot, int kGroup, int kChunks>
 FA_INLINE void accumulate_from(const KeyBlock<Element>& block, int64_t head, const float* probabilities, const float* units,
                                float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
@@ -126,7 +126,7 @@ FA_INLINE void accumulate_from(const KeyBlock<Element>& block, int64_t head, con
 template <int kGroup, class Element, class Dot>
 static void accumulate_block(Dot, const KeyBlock<Element>& block, int64_t head, const float* probabilities,
                              const float* units, float* acc_o, int64_t acc_stride, int64_t headdim_v) {
-    // As many accumulators as leave registers for a value and a broadcast.
+    // This many accumulators leave registers for a value and a broadcast.
     constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
     constexpr int kWanted = kAccumulators / (kGroup * Dot::kColumnVectors);
     constexpr int kChunks = kWanted < 1 ? 1 : (kWanted > 8 ? 8 : kWanted);
@@ -140,7 +140,7 @@ public:
     // Floats of queries and results that a group needs: at most kMaxSplitFloats a row for all heads of a task.
     static int64_t memory_floats(const FaAttentionParams& p) { return kGroup * (query_stride(p) + acc_stride(p)); }
 
-    // memory: of memory_floats, aligned to 64 bytes.
+    // memory: memory_floats floats, aligned to 64 bytes.
     void start(const Call& call, const DecodeSplit& split, int64_t first_row, float* memory) {
         call_ = &call;
         split_ = &split;
@@ -177,13 +177,13 @@ public:
         accumulate_block<kGroup>(Dot{}, block, head, probabilities_, units_, acc_o_, acc_stride_, call_->params->headdim_v);
     }
 
-    // Whether `attend_run` can stand for `attend` where no row hides a key.
+    // Whether `attend_run` can replace `attend` for keys that all rows see.
     bool takes_runs() const {
         return !score_units_.modified && call_->params->headdim % Dot::kChunk == 0 &&
                call_->params->headdim_v % Dot::kChunk == 0;
     }
 
-    // Whole blocks of keys that all rows see.
+    // Attends to whole blocks of keys that all rows see.
     void attend_run(const Run& run) {
         constexpr int64_t kSize = sizeof(Element);
         const int64_t headdim = call_->params->headdim, headdim_v = call_->params->headdim_v;
@@ -222,8 +222,7 @@ private:
         for (int i = g; i < Vec::kWidth; i += kGroup) query_units_[i] = unit;
     }
 
-    // Scores of a quantized cache are products with what it stores; values likewise, so that their scales join the
-    // probabilities.
+    // Scales the scores of a quantized cache, which are products with stored values. Scales of values multiply probabilities.
     void scale_scores(const KeyBlock<Element>& block, int64_t head, int64_t padded) {
         block.load_scales(head, key_scales_, value_scales_);
         const Vec units = load(query_units_);
@@ -231,7 +230,7 @@ private:
             store(scores_ + i, load(scores_ + i) * units * repeat_each<kGroup>(key_scales_ + i / kGroup));
     }
 
-    // Row by row, as in prefill: the modifiers of a row are not those of its neighbours.
+    // Modifies scores row by row, as each row has its own modifiers.
     void score_mod(const KeyBlock<Element>& block) {
         float row[Dot::kBlock + Vec::kWidth];
         for (int g = 0; g < kGroup; ++g) {
@@ -254,13 +253,13 @@ private:
         Vec highest = load(scores_);
         for (int64_t i = Vec::kWidth; i < padded; i += Vec::kWidth) highest = maximum(highest, load(scores_ + i));
         highest = highest * broadcast(score_units_.of_max);
-        // Seldom so after the first blocks: exponentials need not wait for a maximum that is predicted to stay.
+        // This is rare after the first blocks. By branch prediction, exponentials do not wait for the maximum.
         if (reduce_max(select_less(load(lane_max_), highest, broadcast(1.0f), zero())) > 0.0f) online_max(highest);
         const Vec sum = exponentiate(padded);
         store(lane_sums_, load(lane_sums_) + sum);
     }
 
-    // highest: of each lane's scores, lane i of row i % kGroup.
+    // highest: the highest score of each lane, where lane i belongs to row i % kGroup.
     void online_max(Vec highest) {
         float lanes[Vec::kWidth];
         store(lanes, highest);
@@ -275,7 +274,7 @@ private:
         set_exponents();
     }
 
-    // Relative to the maxima.
+    // Sets exponents relative to the maxima.
     void set_exponents() {
         const ScoreUnits::Exponent exponent = score_units_.exponent(load(lane_max_));
         store(scales_, exponent.scale);
@@ -308,14 +307,14 @@ private:
     int64_t query_stride_, acc_stride_;
     QueryRow rows_[kGroup];
     float row_max_[kGroup];
-    // By lanes, lane i of row i % kGroup: the maxima, exponents relative to them, and sums of weights.
+    // Per lane, where lane i belongs to row i % kGroup: the maxima, exponents relative to them, and sums of weights.
     float lane_max_[Vec::kWidth], scales_[Vec::kWidth], shifts_[Vec::kWidth], lane_sums_[Vec::kWidth];
-    float query_units_[Vec::kWidth], units_[kGroup];  // by which products with queries and with probabilities count
-    float *queries_, *acc_o_;  // (kGroup, query_stride_), as the Dot stores them, and (kGroup, acc_stride_)
+    float query_units_[Vec::kWidth], units_[kGroup];  // units of products with queries and with probabilities
+    float *queries_, *acc_o_;  // (kGroup, query_stride_), in the Dot's layout, and (kGroup, acc_stride_)
     // One step may read the probability of the key after the last: it is 0.
     alignas(64) float scores_[Dot::kBlock * kGroup + Vec::kWidth];
     alignas(64) float probabilities_[Dot::kBlock * kGroup + Vec::kWidth];
-    // Of the block's keys; past its last key anything finite.
+    // Scales of the block's keys; anything finite after the last key.
     float key_scales_[kQuantized<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
     float value_scales_[kQuantized<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
 };

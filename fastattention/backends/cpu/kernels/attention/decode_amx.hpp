@@ -1,7 +1,7 @@
 // Decode of int8 caches on AMX tiles, eight query rows at a time, in the fixed point of FixedPoint split into two planes of
 // bytes: word = 256 * high + low. A tile holds both planes of all rows, so that one product serves them:
 //
-//   scores: 16 keys where they lie (64 elements each) x the queries, stored as the second operand wants them
+//   scores: 16 keys in place (64 elements each) x the queries, stored in the layout of the second operand
 //   values: the probabilities of 64 keys x values of 64 keys, bytes of four keys side by side, 16 columns at a time
 #pragma once
 
@@ -37,8 +37,8 @@ struct FixedPointTiles : FixedPoint {
         return unit;
     }
 
-    // Tiles of 64 keys: eight rows of high planes, eight of low ones. In each half of a tile key 4 i + l is at 8 l + i,
-    // which is how its eight vectors of four keys are transposed.
+    // Tiles of 64 keys: eight rows of high planes, eight of low ones. In each half of a tile, key 4 i + l is at 8 l + i,
+    // because its eight vectors of four keys are transposed.
     template <int kGroup>
     FA_INLINE void finish_probabilities(float* probabilities, int64_t n, float* units) {
         static_assert(kGroup == kRows, "a tile holds eight queries");
@@ -62,13 +62,13 @@ struct FixedPointTiles : FixedPoint {
         }
     }
 
-    // Columns of the four tiles that share 64: tile t has 4 t ... 4 t + 3 of each sixteen.
+    // Restores the order of 64 columns from four tiles: tile t has columns 4 t ... 4 t + 3 of each sixteen.
     FA_INLINE void restore_order(const float* from, float* to) {
         for (int lane = 0; lane < 4; ++lane)
             for (int t = 0; t < 4; ++t) memcpy(to + lane * 16 + t * 4, from + t * 16 + lane * 4, 4 * sizeof(float));
     }
 
-    // Integers of two keys or columns, high planes in the first half and low ones in the second, as sixteen sums.
+    // Joins integers of two keys or columns, high planes in the first half and low ones in the second, to sixteen sums.
     FA_INLINE Vec join_planes(const int32_t* first, const int32_t* second) {
         const __m512i a = _mm512_load_si512(first), b = _mm512_load_si512(second);
         const __m512i high = _mm512_shuffle_i64x2(a, b, 0x44), low = _mm512_shuffle_i64x2(a, b, 0xee);
@@ -76,7 +76,7 @@ struct FixedPointTiles : FixedPoint {
     }
 
 private:
-    // rows[g]: word g of each of 32 keys, the transposed 128-bit lanes of eight vectors.
+    // Transposes the 128-bit lanes of eight vectors: rows[g] gets word g of each of 32 keys.
     FA_INLINE void transpose_words(const uint16_t* words, __m512i* rows) {
         __m512i x[8], y[8];
         for (int i = 0; i < 8; ++i) x[i] = _mm512_load_si512(words + i * 32);
@@ -135,8 +135,8 @@ static void score_block(FixedPointTiles, const KeyBlock<Int8>& block, int64_t he
     }
 }
 
-// Values of up to 64 keys from `key` on, 64 columns of them, as the four tiles of restore_order; their keys lie as those of
-// the probabilities do.
+// Stores 64 columns of the values of up to 64 keys, starting at `key`, as the four tiles of restore_order. The keys are in
+// the order of those of the probabilities.
 FA_INLINE void interleave_values(const KeyBlock<Int8>& block, int64_t key, int64_t offset, int64_t columns,
                                  PrefetchCursor<Int8>& ahead, int64_t column, int8_t* tiles) {
     const int64_t n = block.n - key;

@@ -1,4 +1,4 @@
-// How a decode multiplies: what it loads of a key or value, its multiply-add, and the operands that fit.
+// The arithmetic of a decode: loads of keys and values, multiply-adds, and the layout of the other operands.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -7,38 +7,38 @@ namespace FA_NAMESPACE {
 template <class Element>
 struct Wide {
     using Stored = Element;
-    using Grouped = Wide;                         // what multiplies when there are more than four rows
-    static constexpr int kColumnStep = Vec::kWidth;  // columns of a row of output are filled up to a multiple of this
-    static constexpr int kChunk = Vec::kWidth;  // elements a step takes
-    static constexpr int kKeysPerStep = 1;      // of values
+    using Grouped = Wide;                         // the class for more than four rows
+    static constexpr int kColumnStep = Vec::kWidth;  // columns of a row of output are padded to a multiple of this
+    static constexpr int kChunk = Vec::kWidth;  // elements per step
+    static constexpr int kKeysPerStep = 1;      // keys whose values a step multiplies
     static constexpr int kColumnVectors = 1;    // accumulators of one chunk of columns
-    static constexpr bool kPrecise = true;      // the exponential
+    static constexpr bool kPrecise = true;      // whether exponentials are precise
     static constexpr bool kRuns = false;        // has score_run and accumulate_run, for equally spaced rows
-    // Keys of a block and by which prefetching runs ahead; keys of a block of heads that take turns.
+    // Keys of a block, keys by which prefetching runs ahead, and keys of a block of heads that take turns.
     static constexpr int64_t kBlock = kBlockKeys, kAhead = kAheadKeys;
     static constexpr int64_t kTurn = kQuantized<Element> ? kQuantizedTurnKeys : kTurnKeys;
     FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
     FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
-    // Of a key with a query, and of columns of values with a probability.
+    // Add the product of a key with a query, and of columns of values with a probability.
     FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) { return fma(key, query, acc); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
     FA_INLINE Vec reduce(const Vec* acc) { return reduce_columns(acc); }
 
-    // Writes query g of a group, n elements, as steps take it; returns what its products are multiples of.
+    // Stores query g of a group, n elements, in the layout for steps; returns the unit of its products.
     template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
         narrow_row(query, queries + g * stride, n);
         return 1.0f;
     }
 
-    // The operand that a step multiplies with probabilities, from the same columns of its keys' values.
+    // Makes the operand that a step multiplies with probabilities from the same columns of its keys' values.
     FA_INLINE void combine(const Vec* values, Vec* columns) { columns[0] = values[0]; }
     FA_INLINE void restore_order(const float* from, float* to) { store(to, load(from)); }
     template <int kGroup>
     FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
         store(to + i, p);
     }
-    // Once a block has all of them: units[g] is what those of row g are multiples of.
+    // Called once a block has all probabilities. units[g]: the unit of the probabilities of row g.
     template <int kGroup>
     FA_INLINE void finish_probabilities(float*, int64_t, float*) {}
 
@@ -47,18 +47,18 @@ struct Wide {
     FA_INLINE void begin() {}
     FA_INLINE void end() {}
 
-    // What a block begins its sums with, and adds them to.
+    // Begin the sums of a block, and add them to acc_o.
     FA_INLINE Vec begin_sum(const float* acc_o) { return load(acc_o); }
     FA_INLINE Vec end_sum(Vec acc, const float*, float) { return acc; }
 };
 
-// Elements of more rows than four, whose queries WidePairs would widen more often than the keys.
+// For more than four rows, whose queries WidePairs would widen more often than the keys.
 struct WideBeside : Wide<Bfloat16> {
-    static constexpr int kColumnStep = 2 * Vec::kWidth;  // as of WidePairs, whose results lie between these
+    static constexpr int kColumnStep = 2 * Vec::kWidth;  // as in WidePairs, which writes rows of the same results
 };
 
-// bfloat16 without an instruction for its pairs: a shift and a mask widen two vectors at once, where a load that widens takes
-// a shuffle for each.
+// bfloat16 without a dot-product instruction: a shift and a mask widen two vectors at once, while a widening load takes a
+// shuffle for each.
 struct WidePairs : Wide<Bfloat16> {
     using Grouped = WideBeside;
     static constexpr int kColumnStep = 2 * Vec::kWidth;
@@ -84,8 +84,7 @@ struct WidePairs : Wide<Bfloat16> {
 };
 
 #ifdef FA_HAS_BF16_DOT
-// Two at a time by the instruction for pairs of bfloat16. Its columns come out interleaved and are put back in order when a
-// split is done.
+// bfloat16 by the dot-product instruction for pairs. Columns come out interleaved and are put in order when a split is done.
 struct Paired : Wide<float> {
     using Stored = Bfloat16;
     using Grouped = Paired;
@@ -124,9 +123,10 @@ struct Paired : Wide<float> {
 #ifdef FA_HAS_WORDS
 struct FixedPointTiles;
 
-// int8 as pairs of 16-bit integers, with queries and probabilities in 16-bit fixed point: 15 bits relative to the largest of
-// a query, and to the largest of a row's probabilities (times the scales of the values) in a block. Products and sums are
-// exact: 32 bits hold those of 512 elements, and of the 128 keys of a block; queries of more elements have fewer steps.
+// int8 as pairs of 16-bit integers, with queries and probabilities in 16-bit fixed point: 15 bits relative to the largest
+// element of a query, and to the largest of a row's probabilities (times the scales of the values) in a block. Products and
+// sums are exact: 32 bits hold sums over 512 elements, and over the 128 keys of a block. Queries with more elements are
+// quantized more coarsely.
 struct FixedPoint : Wide<Int8> {
 #ifdef FA_HAS_AMX
     using Grouped = FixedPointTiles;
@@ -165,7 +165,7 @@ struct FixedPoint : Wide<Int8> {
         store(to + Vec::kWidth, second);
     }
 
-    // In place: what is written is never ahead of what is still to be read.
+    // Works in place: writes never overtake reads.
     template <int kGroup>
     FA_INLINE void finish_probabilities(float* probabilities, int64_t n, float* units) {
         float factors[Vec::kWidth];
@@ -181,21 +181,21 @@ struct FixedPoint : Wide<Int8> {
     }
 
 protected:
-    // Of a query of n elements: its product with a key of any integers from -128 on fits 32 bits.
+    // The largest word of a query of n elements such that its product with any int8 key fits 32 bits.
     FA_INLINE float largest_of_query(float largest_word, int64_t n) {
         const float fitting = static_cast<float>(int64_t{INT32_MAX} / (128 * n));
         return fitting < largest_word ? fitting : largest_word;
     }
 
-    // What makes words of x[0..n), the largest `largest_word`; unit: of what they are multiples, NaN when an element is not
-    // finite.
+    // Returns the factor that turns x[0..n) into words of at most `largest_word`. unit: the value of a word of 1, NaN if an
+    // element is not finite.
     FA_INLINE Vec fixed_point(const float* x, int64_t n, float largest_word, float& unit) {
         float factors[Vec::kWidth];
         fixed_point_rows<1>(x, n, largest_word, &unit, factors);
         return load(factors);
     }
 
-    // The same for kGroup rows side by side; factors[i] is that of row i % kGroup.
+    // The same for kGroup rows side by side; factors[i] is the factor of row i % kGroup.
     template <int kGroup>
     FA_INLINE void fixed_point_rows(const float* x, int64_t n, float largest_word, float* units, float* factors) {
         Vec highest = zero(), spoiled = zero();
@@ -213,7 +213,7 @@ protected:
                 row_bad += bad[i];
             }
             units[g] = largest / largest_word + row_bad;
-            // Finite also when the largest is 0 or nearly so.
+            // The factor is finite even if the largest is 0 or nearly so.
             const float factor = largest_word / largest < kLargest ? largest_word / largest : kLargest;
             for (int i = g; i < Vec::kWidth; i += kGroup) factors[i] = factor;
         }

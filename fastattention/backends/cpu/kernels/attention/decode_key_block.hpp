@@ -1,5 +1,5 @@
-// A block of keys and values of decode where they lie, of one head or of several that take turns, and the order in which the
-// rows ahead of it are prefetched.
+// A block of keys and values that decode reads in place, of one head or of several that take turns, and the order in which
+// later rows are prefetched.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -8,15 +8,16 @@ static constexpr int64_t kBlockKeys = 128;
 // Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a L1 cache and enough to cover
 // the latency of memory.
 static constexpr int64_t kAheadKeys = 64;
-// Rows of more bytes come in blocks of half as many keys, prefetched half as far ahead, so that the L2 cache holds as much of
-// them as of shorter ones: with keys and values in the same memory, a block's keys are still there when they are its values.
+// Blocks of rows with more bytes have half as many keys and are prefetched half as far ahead, so that the L2 cache holds
+// them like those of shorter rows. If keys and values are in the same memory, a block's keys are still in the cache when
+// they are read as values.
 static constexpr int64_t kLongRow = 1024;
-// Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantized cache are fewer,
-// and each of its blocks ends by adding integer sums to floats
+// Heads that take turns need short blocks: each is prefetched whole before it begins. Blocks of a quantized cache are
+// longer: they have fewer bytes per key, and each ends by adding integer sums to floats
 // (docs/decisions/0005-read-neighbouring-heads-together.md).
 static constexpr int64_t kTurnKeys = 16, kQuantizedTurnKeys = 64;
 
-// Where the rows of one block lie, and those to prefetch; past the last key they repeat it. Short blocks share a table.
+// Addresses of the rows of one block and of rows to prefetch. After the last key they repeat it. Short blocks share a table.
 template <class Element>
 struct KeyBlockRows {
     static constexpr int64_t kTable = kBlockKeys + kAheadKeys;
@@ -42,7 +43,7 @@ struct KeyBlockRows {
     }
 };
 
-// Where the scales of a quantized cache lie, of the first of a block's heads.
+// The scales of a quantized cache, for the first of a block's heads.
 struct ScaleRows {
     Rows keys, values;
     int64_t key_head_stride, value_head_stride;  // in floats
@@ -66,7 +67,7 @@ struct KeyBlock {
         FA_NAMESPACE::load_scales(scales.values.shifted(head * scales.value_head_stride * kSize), first, n, value_scales);
     }
 
-    // From key `begin` on, of a range that ends at `end`.
+    // Locates a block from key `begin` on, of a range that ends at `end`.
     void locate(const Rows& k, const Rows& v, int64_t begin, int64_t end) {
         first = begin;
         n = smaller(size, end - begin);
@@ -75,20 +76,20 @@ struct KeyBlock {
     }
 };
 
-// Keys and values of one head that lie equally far apart, and the first key and value after them.
+// Keys and values of one head at equal distances, and the first key and value after them.
 struct Run {
     const char *keys, *values, *next_keys, *next_values;
     int64_t key_stride, value_stride;  // in bytes
     int64_t n;
 
-    // From key `begin` on, of a range that ends at `end`; whole blocks.
+    // Locates whole blocks from key `begin` on, of a range that ends at `end`.
     static Run locate(const Rows& k, const Rows& v, int64_t begin, int64_t end, int64_t block) {
         const int64_t n = v.equally_spaced(begin, k.equally_spaced(begin, end - begin)) / block * block;
         const int64_t next = smaller(begin + n, end - 1);
         return {k(begin), v(begin), k(next), v(next), k.stride_row, v.stride_row, n};
     }
 
-    // Key j of the run, or of what comes after it; values likewise.
+    // Key j of the run or of what follows it, and value j.
     const char* key(int64_t j) const { return j < n ? keys + j * key_stride : next_keys + (j - n) * key_stride; }
     const char* value(int64_t j) const { return j < n ? values + j * value_stride : next_values + (j - n) * value_stride; }
 };
@@ -109,7 +110,7 @@ public:
           head_stride_(rows.head_stride),
           headdim_(rows.headdim) {}
 
-    // The next cache line of a row, or the first of the row after it; none after as many rows as a block has.
+    // Prefetches the next cache line of a row, or the first line of the next row; none after as many rows as a block has.
     __attribute__((always_inline)) void prefetch_line() {
         constexpr int64_t kLine = 64 / sizeof(Element);
         if (rows_left_ == 0) return;
@@ -121,7 +122,7 @@ public:
         next_row();
     }
 
-    // n elements of the next row, from `column` on.
+    // Prefetches n elements of the next row, starting at `column`.
     __attribute__((always_inline)) void prefetch_next(int64_t column, int64_t n) {
         prefetch_bytes(reinterpret_cast<const Element*>(*row_) + head_ * head_stride_ + column,
                        n * static_cast<int64_t>(sizeof(Element)));

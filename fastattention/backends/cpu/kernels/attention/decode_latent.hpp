@@ -1,27 +1,27 @@
-// Decode of many query rows against keys whose first columns are their values, as multi-head latent attention has them: keys
-// and values are one tensor, and dozens of query heads share its one head.
+// Decode of many query rows against keys whose first columns are their values, as in multi-head latent attention: keys and
+// values are one tensor, and dozens of query heads share its one head.
 //
-// A block of keys is read from memory once, for all rows and for both products, while the next block is fetched:
+// A block of keys is read from memory once, for all rows and for both products, while the next block is prefetched:
 //
-//   scores  keys where they lie x queries, stored by unit: a row of scores is that of a key, query rows side by side
-//   values  weights, read by columns, x the same keys where they lie, or pairs of them interleaved
+//   scores  keys in place x queries, stored by unit: a row of scores belongs to a key, with query rows side by side
+//   values  weights, read by columns, x the same keys in place, or interleaved pairs of them
 //
-// Keys are never transposed, and maxima and sums run along vectors of query rows. Only keys that are stored in another type,
-// that are not equally far apart or that do not fill their units are copied first.
+// Keys are never transposed, and maxima and sums run along vectors of query rows. Keys are copied first only if they are
+// stored in another type, are not at equal distances, or do not fill their units.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Rows of a pass. Their queries and results stay in the L2 cache beside a block of keys: with headdim 576 and 512 together
-// about 740 KB of floats with AVX-512 and 360 KB elsewhere, 600 KB of pairs of bfloat16.
+// Rows of a pass. Their queries and results fit the L2 cache together with a block of keys: with headdim 576 and 512 they
+// take about 740 KB in floats with AVX-512, 360 KB elsewhere, and 600 KB in pairs of bfloat16.
 static constexpr int64_t kLatentRows = Vec::kWidth == 16 ? 128 : 64;
-static constexpr int64_t kLatentKeys = Vec::kWidth == 16 ? 64 : 32;  // of a block
+static constexpr int64_t kLatentKeys = Vec::kWidth == 16 ? 64 : 32;  // keys of a block
 
-// Where the working memory of a task lies, in floats.
+// The layout of the working memory of a task, in floats.
 template <class Unit>
 struct LatentGeometry {
-    int64_t key_units, key_stride;         // of copied keys
-    int64_t value_columns, value_stride;   // of interleaved values
+    int64_t key_units, key_stride;         // for copied keys
+    int64_t value_columns, value_stride;   // for interleaved values
     int64_t queries, keys, scores, weights, values, total;
 
     explicit LatentGeometry(const FaAttentionParams& p) {
@@ -39,7 +39,7 @@ struct LatentGeometry {
     }
 };
 
-// Whether memory holds the units of a product.
+// Whether keys in memory are units of a product already.
 template <class Stored, int kElements>
 constexpr bool kHoldsUnits = false;
 template <>
@@ -47,10 +47,10 @@ constexpr bool kHoldsUnits<float, 1> = true;
 template <>
 constexpr bool kHoldsUnits<Bfloat16, 2> = true;
 
-// Runs through rows, a cache line at a time.
+// Prefetches rows, a cache line at a time.
 class NextRows {
 public:
-    // bytes: of a row.
+    // bytes: length of a row.
     NextRows(char* const* rows, int64_t n, int64_t bytes)
         : at_(rows[0]), end_(at_ + bytes), next_(rows + 1), bytes_(bytes), left_(n) {}
 
@@ -73,7 +73,7 @@ private:
     int64_t left_;
 };
 
-// Called once a step of a product: fetches a line, or several, of the next block.
+// Called once per step of a product: prefetches a line, or several lines, of the next block.
 struct FetchLine {
     NextRows* rows;
     __attribute__((always_inline)) void fetch(const void*, int64_t) const { rows->prefetch_line(); }
@@ -86,7 +86,7 @@ struct FetchLines {
     }
 };
 
-// C += A^T B: A is (depth, rows) with `a_stride` floats from one row of it to the next, all else as in multiply_tile.
+// C += A^T B: A is (depth, rows) with `a_stride` floats from one of its rows to the next; see multiply_tile for the rest.
 template <class Unit, int kRowCount, int kUsed, class Fetch>
 FA_INLINE void multiply_columns_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
                                      float* c, int64_t c_stride, Fetch ahead) {
@@ -116,7 +116,7 @@ FA_INLINE void multiply_columns_tile(const float* a, int64_t a_stride, const flo
 // The two products of a unit. `rows` is a multiple of the vector width, up to kLatentRows.
 template <class Unit>
 struct LatentProducts {
-    // Keys or rows that fill the registers beside two vectors of rows or columns; with one vector, twice as many.
+    // The number of keys or rows that fill the registers together with two vectors of rows or columns; twice that with one.
     static constexpr int kStep = Vec::kRegisters == 32 ? 8 : 4;
 
     // scores (kLatentKeys, rows) = keys (kLatentKeys, units) x queries (units, rows)
@@ -152,7 +152,7 @@ struct LatentProducts {
     }
 
 #ifdef FA_HAS_BF16_DOT
-    // Of a pair of keys, for the rows of a vector.
+    // Stores the weights of a pair of keys, for a vector of rows.
     FA_INLINE void store_weights(float* weights, int64_t pair, int64_t row, int64_t rows, Vec pairs) {
         store(weights + pair * rows + row, pairs);
     }
@@ -161,7 +161,7 @@ struct LatentProducts {
 };
 
 #ifdef FA_HAS_AMX
-// Tiles take the weights row by row.
+// AMX tiles read the weights row by row.
 template <>
 struct LatentProducts<AmxPair> {
     static constexpr int64_t kWeightStride = kLatentKeys / 2 + kRowPadding;
@@ -181,7 +181,7 @@ struct LatentProducts<AmxPair> {
     FA_INLINE void store_weights(float* weights, int64_t pair, int64_t row, int64_t, Vec pairs) {
         store(weights + (row + pair % kAmxTile) * kWeightStride + pair / kAmxTile * kAmxTile, pairs);
     }
-    // Squares of sixteen pairs and sixteen rows were stored by pair.
+    // Transposes squares of sixteen pairs and sixteen rows, which were stored by pair.
     static void finish_weights(float* weights, int64_t rows) {
         for (int64_t row = 0; row < rows; row += kAmxTile)
             for (int64_t pair = 0; pair < kLatentKeys / 2; pair += kAmxTile)
@@ -189,7 +189,7 @@ struct LatentProducts<AmxPair> {
     }
 
 private:
-    // As many lines a step of a product as there are.
+    // Spreads the lines of `next` over the steps of a product.
     static FetchLines fetch_with(NextRows& next, int64_t rows, int64_t columns, int64_t units) {
         constexpr int64_t kBoth = 2 * kAmxTile;
         const int64_t steps = (rows + kBoth - 1) / kBoth * ((columns + kBoth - 1) / kBoth) * (units / kAmxTile);
@@ -242,7 +242,7 @@ public:
 
 private:
     static constexpr bool kPairs = Unit::kElements == 2;
-    static constexpr int64_t kHalf = kLatentKeys / 2;  // of a block is fetched beside each product
+    static constexpr int64_t kHalf = kLatentKeys / 2;  // keys that are prefetched during each product
 
     QueryRow row(int64_t r) const { return query_row(call_, split_.kv_head, first_row_ + r); }
 
@@ -251,7 +251,7 @@ private:
         memset(queries_, 0, geometry_.key_units * rows_ * sizeof(float));
         for (int64_t r = 0; r < num_rows_; ++r) {
             load_query(call_, sequence_, row(r), wide, geometry_.key_units * Unit::kElements);
-            // In place: what is written is never ahead of what is still to be read.
+            // Works in place: writes never overtake reads.
             if constexpr (kPairs) narrow_row(wide, reinterpret_cast<Bfloat16*>(wide), geometry_.key_units * 2);
             for (int64_t u = 0; u < geometry_.key_units; ++u) memcpy(queries_ + u * rows_ + r, wide + u, sizeof(float));
         }
@@ -287,7 +287,7 @@ private:
         Products::accumulate(weights_, values, stride, units, acc_o_, columns_, rows_, geometry_.value_columns, second_half);
     }
 
-    // The keys of the block where they lie if the products can take them so, else their copy; zeros past the last one.
+    // The keys of the block in place, if the products can read them so; otherwise a copy, with zeros after the last key.
     const float* units_of_keys(int64_t& stride) {
         if constexpr (kHoldsUnits<Stored, Unit::kElements>) {
             const bool fills_units =
@@ -327,7 +327,7 @@ private:
         for (int64_t r = begin; r < end; ++r) scores_[key * rows_ + r] = -kInfinity;
     }
 
-    // Of a quantized cache.
+    // Scales the scores of a quantized cache.
     void scale_scores() {
         load_scales(call_.key_scales(sequence_, split_.kv_head), first_, n_, key_scales_);
         load_scales(call_.value_scales(sequence_, split_.kv_head), first_, n_, value_scales_);
@@ -338,7 +338,7 @@ private:
             }
     }
 
-    // Row by row: the modifiers of a row are not those of its neighbours.
+    // Modifies scores row by row, as each row has its own modifiers.
     void score_mod() {
         float scores[kLatentKeys + Vec::kWidth];
         for (int64_t r = 0; r < num_rows_; ++r) {
@@ -357,7 +357,7 @@ private:
         }
     }
 
-    // Of the rows of one vector, from r on: scores become weights.
+    // Turns the scores of a vector of rows, starting at row r, into weights.
     void softmax(int64_t r) {
         const float* scores = scores_ + r;
         Vec highest = load(scores);
@@ -402,7 +402,7 @@ private:
         }
     }
 
-    // Pairs of keys side by side, column by column.
+    // Interleaves pairs of keys, column by column.
     void interleave_values(const Bfloat16* keys, int64_t stride) {
 #ifdef FA_HAS_BF16_DOT
         constexpr int64_t kChunk = 2 * Vec::kWidth;
@@ -429,8 +429,8 @@ private:
     const ScoreUnits units_;
     const int64_t first_row_, num_rows_, rows_, columns_;
     float *queries_, *keys_, *scores_, *weights_, *values_;
-    float *acc_o_, *row_max_, *row_sum_;  // of the split, which has room for whole vectors of rows
-    KeyBlockRows<Stored> block_;  // and the one after it
+    float *acc_o_, *row_max_, *row_sum_;  // results of the split, with room for whole vectors of rows
+    KeyBlockRows<Stored> block_;  // this block and the next one
     int64_t first_, n_;           // keys of the block
     float key_scales_[kLatentKeys], value_scales_[kLatentKeys];
 };

@@ -1,9 +1,9 @@
-// The end of a decode: the splits of a sequence, merged by log-sum-exp.
+// Merges the splits of a decode by log-sum-exp.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Exact merge of the splits of one key head, `stride` apart, by the running maxima and sums of each.
+// Merges the splits of one key head exactly, by their running maxima and sums. stride: from one split to the next.
 template <class Element>
 static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride, int64_t columns) {
     const Sequence& s = call.sequences[splits[0].sequence];
@@ -14,7 +14,7 @@ static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t nu
         for (int64_t i = 0; i < num_splits; ++i)
             row_max = splits[i * stride].row_max[row] > row_max ? splits[i * stride].row_max[row] : row_max;
         memset(acc_o, 0, columns * sizeof(float));
-        // Without any key the weights are 0; with a NaN in a sum, that stays.
+        // If a row saw no key, the weights are 0, and a NaN in a sum is kept.
         const float shift = row_max == -kInfinity ? 0.0f : row_max;
         for (int64_t i = 0; i < num_splits; ++i) {
             const DecodeSplit& split = splits[i * stride];

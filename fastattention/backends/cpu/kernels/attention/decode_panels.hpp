@@ -1,22 +1,22 @@
 // Decode from a cache in interleaved panels: few query rows against panels of keys and values in place.
 //
-// A vector of units is the same head dimensions of neighbouring keys, so that scores need no sums across a vector, and those
-// of a row lie side by side, as in prefill. A panel of keys is multiplied, goes through the softmax row by row, and is
-// multiplied with its values, both products in the order of memory. Each part of it is read while the next is fetched.
+// A vector of units has the same head dimensions of neighbouring keys. So scores need no sums across a vector, and the
+// scores of a row are contiguous, as in prefill. Queries are multiplied with a panel of keys, the softmax runs row by row,
+// and weights are multiplied with the values. Both products read memory in order, and prefetch the next part of it.
 #pragma once
 
 namespace FA_NAMESPACE {
 
 // How a unit multiplies few rows:
-//   kMostRows  at a time
-//   begin      called with the number of rows and the units of a key before a sequence of products; Unit::end after it
+//   kMostRows  rows at a time
+//   begin      called before a sequence of products, with the number of rows and the units of a key; Unit::end ends it
 template <class Unit>
 struct FewRows {
     static constexpr int64_t kMostRows = 8;
     FA_INLINE void begin(int64_t, int64_t) {}
 };
 
-// Vectors of C side by side, a power of two: with the operands of B beside them and a broadcast they fill the registers.
+// Neighbouring vectors of C, a power of two: together with the operands of B and a broadcast they fill the registers.
 template <class Unit>
 constexpr int vectors_of_rows(int rows) {
     int vectors = 8;
@@ -86,7 +86,7 @@ private:
     static constexpr int64_t kMostRows = FewRows<Unit>::kMostRows;
     static constexpr int64_t kElements = PanelCache<Element>::kElements;
     using Stored = typename PanelCache<Element>::Stored;
-    // What is fetched ahead: more or less than this is slower, and so is fetching far ahead
+    // Bytes that are prefetched at a time: more or less is slower, and so is prefetching far ahead
     // (docs/decisions/0011-fetch-panels-in-short-turns.md).
     static constexpr int64_t kChunkBytes = sizeof(Element) == 4 ? 4096 : 8192;
 
@@ -102,7 +102,7 @@ private:
         }
     }
 
-    // The first n keys of the panel of `key`.
+    // Attends to the first n keys of the panel that begins at `key`.
     void attend(int64_t key, int64_t n) {
         const Stored* values = cache_.value(key);
         memset(scores_, 0, sizeof(scores_));
@@ -116,14 +116,14 @@ private:
         }
         const Stored* next = cache_.key(key + n);
         if (n < kCachePanel) {
-            // Weights past the last key are 0, and so must be its values: 0 times whatever lies there might be NaN.
+            // Weights after the last key are 0, but values there must be 0 too: 0 times arbitrary memory might be NaN.
             cache_.copy_values(key, n, last_values_);
             values = next = last_values_;
         }
         multiply(scores_, kCachePanel, values, cache_.headdim_v, kCachePanel / kElements, acc_o_, columns_, next);
     }
 
-    // C += A B, all rows of B in the order of memory. next: what is read after B.
+    // C += A B, which reads the rows of B in the order of memory. next: what is read after B.
     void multiply(const float* a, int64_t a_stride, const Stored* b, int64_t b_columns, int64_t depth, float* c,
                   int64_t c_columns, const Stored* next) {
         const int64_t fitting = kChunkBytes / (b_columns * static_cast<int64_t>(sizeof(Stored)));
@@ -157,7 +157,7 @@ private:
     alignas(64) float queries_[kMostRows * (kMaxHeaddim + 1)];
     alignas(64) float scores_[kMostRows * kCachePanel];
     alignas(64) float acc_o_[kMostRows * kMaxHeaddimV];
-    // Vectors are read whole.
+    // Padded, as whole vectors are read.
     alignas(64) Stored last_values_[kCachePanel * kMaxHeaddimV / kElements + Vec::kWidth];
 };
 

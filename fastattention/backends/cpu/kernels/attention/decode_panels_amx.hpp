@@ -1,5 +1,5 @@
-// Few rows on AMX tiles: the products of decode_panels.hpp. Tiles of A and C have no more rows than there are, and the last
-// units of a key, when they do not fill a tile, have tiles of their own size.
+// The products of decode_panels.hpp for few rows on AMX tiles. Tiles of A and C have only as many rows as there are queries.
+// If the last units of a key do not fill a tile, they have smaller tiles.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -8,7 +8,7 @@ template <>
 struct FewRows<AmxPair> {
     static constexpr int64_t kMostRows = kAmxTile;
 
-    // C in tiles 0 and 1, A in 2, B in 3 and 4; at the end of a key A in 5, B in 6 and 7.
+    // Tiles 0 and 1 hold C, 2 holds A, 3 and 4 hold B. For the last units of a key, 5 holds A, 6 and 7 hold B.
     static void begin(int64_t rows, int64_t key_units) {
         alignas(64) struct {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -19,13 +19,13 @@ struct FewRows<AmxPair> {
         config.rows[0] = config.rows[1] = config.rows[2] = config.rows[5] = static_cast<uint8_t>(rows);
         config.bytes_per_row[5] = static_cast<uint16_t>(left * 4);
         config.rows[6] = config.rows[7] = static_cast<uint8_t>(left);
-        // The intrinsic tells the compiler of only eight of the bytes it reads.
+        // The intrinsic declares only eight of the bytes that it reads.
         asm volatile("" : : "r"(&config) : "memory");
         _tile_loadconfig(&config);
     }
 };
 
-// Two tiles of columns, or the last one.
+// Multiplies two tiles of columns, or the last one.
 template <bool kTwoColumns>
 FA_INLINE void multiply_amx_few(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                                 int64_t c_stride, FetchAhead ahead) {

@@ -1,22 +1,22 @@
-// Decode of bfloat16 rows on AMX tiles, 32 keys a block:
+// Decode of bfloat16 rows on AMX tiles, in blocks of 32 keys:
 //
-//   scores: 16 keys where they lie, 32 elements of each, x the queries, two elements of all of them in a row
-//   values: the probabilities of 32 keys, a row each query, x values of 32 keys, two keys side by side, 16 columns at a time
+//   scores: 16 keys in place, 32 elements of each, x the queries, with two elements of all queries per row
+//   values: the probabilities of 32 keys, a row per query, x values of 32 keys, two keys side by side, 16 columns at a time
 //
-// Keys and values of a block are 8 KB each at headdim 128. While one is multiplied, two fetches go on line by line: of the
-// other into the L1 cache, where the next product finds it, and of what lies two blocks ahead from memory into the
-// second: memory is never idle, and never asked for more at once than a core can have on its way
-// (docs/decisions/0008-decode-bfloat16-rows-on-amx-tiles.md, and of the two blocks
+// Keys and values of a block are 8 KB each at headdim 128. While one is multiplied, two prefetches go on line by line: the
+// other one into the L1 cache, for the next product, and data two blocks ahead from memory into the L2 cache. Memory is
+// never idle, and never has more requests than a core can have in flight
+// (docs/decisions/0008-decode-bfloat16-rows-on-amx-tiles.md; two blocks:
 // docs/decisions/0009-fetch-bfloat16-rows-two-blocks-ahead.md).
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Runs through equally spaced rows, a cache line at a time: those at `near` come into the L1 cache, and as many at
-// `far`, which lie alike, into the second.
+// Prefetches equally spaced rows, a cache line at a time: those at `near` into the L1 cache, and as many at `far`, at equal
+// distances, into the L2 cache.
 class RowFetch {
 public:
-    // bytes: of a row.
+    // bytes: length of a row.
     RowFetch(const char* near, const char* far, int64_t stride, int64_t bytes)
         : at_(near), end_(near + bytes), far_(far - near), stride_(stride), gap_(stride - round_up(bytes, 64)) {}
 
@@ -38,10 +38,10 @@ struct Bfloat16Tiles : Paired {
     using Grouped = Bfloat16Tiles;
     static constexpr bool kRuns = true;
     static constexpr int64_t kBlock = 32, kAhead = 32, kTurn = 32;
-    static constexpr int64_t kFar = 2 * kBlock;  // keys by which fetching from memory runs ahead in a run
+    static constexpr int64_t kFar = 2 * kBlock;  // keys by which prefetching from memory runs ahead in a run
     static constexpr int kUnits = 16;  // pairs of elements or keys in a tile
 
-    // Results of values in tiles 0 and 1, values in 2 and 3, probabilities in 4, keys in 5, queries in 6, scores in 7.
+    // Tiles 0 and 1 hold results, 2 and 3 values, 4 probabilities, 5 keys, 6 queries, 7 scores.
     template <int kGroup>
     FA_INLINE void begin() {
         alignas(64) static constexpr struct {
@@ -61,7 +61,7 @@ struct Bfloat16Tiles : Paired {
         return 1.0f;
     }
 
-    // From pairs of keys, the rows of a pair side by side, to rows of 16 pairs; 0 past the last key.
+    // Reorders pairs of keys, each with all rows side by side, to rows of 16 pairs, with 0 after the last key.
     template <int kGroup>
     FA_INLINE void finish_probabilities(float* probabilities, int64_t n, float*) {
         constexpr int64_t kSize = kBlock * kGroup;
@@ -74,7 +74,7 @@ struct Bfloat16Tiles : Paired {
         for (int g = 0; g < kGroup; ++g) store(probabilities + g * kUnits, to[g]);
     }
 
-    // Scores of a block of equally spaced keys.
+    // Computes the scores of a block of equally spaced keys.
     template <int kGroup>
     FA_INLINE void score_run(const char* keys, int64_t stride, const float* queries, int64_t headdim, float* scores,
                              RowFetch ahead);
@@ -84,7 +84,7 @@ struct Bfloat16Tiles : Paired {
                                   int64_t acc_stride, int64_t headdim_v, RowFetch ahead);
 
 private:
-    // to[i * (kGroup / kCount)]: every kCount-th element of kCount vectors, from element i on.
+    // to[i * (kGroup / kCount)] gets every kCount-th element of kCount vectors, starting at element i.
     template <int kGroup, int kCount>
     FA_INLINE void separate(const Vec* from, Vec* to) {
         if constexpr (kCount == 1) {
@@ -104,7 +104,7 @@ private:
     }
 };
 
-// Rows of a block as a tile takes them: equally spaced, in whole chunks.
+// Rows of a block that a tile can load: equally spaced, in whole chunks.
 struct TileRows {
     const char* first;
     int64_t stride;  // in bytes
@@ -117,7 +117,7 @@ FA_INLINE bool equally_spaced(char* const* addresses, int64_t n) {
     return differences == 0;
 }
 
-// The keys where they lie if tiles can take them so, else their copy in `copies`.
+// The keys in place, if tiles can load them so; otherwise their copy in `copies`.
 FA_INLINE TileRows tile_rows(const KeyBlockRows<Bfloat16>& keys, int64_t offset, int64_t headdim, Bfloat16* copies) {
     constexpr int64_t kKeys = Bfloat16Tiles::kBlock, kChunk = Bfloat16Tiles::kChunk;
     if (headdim % kChunk == 0 && equally_spaced(keys.addresses, kKeys))
@@ -130,7 +130,7 @@ FA_INLINE TileRows tile_rows(const KeyBlockRows<Bfloat16>& keys, int64_t offset,
     return {reinterpret_cast<const char*>(copies), stride * static_cast<int64_t>(sizeof(Bfloat16))};
 }
 
-// Chunks of a row: known to the compiler for the commonest headdim, so that its loops are unrolled.
+// Passes the number of chunks of a row to `use`. It is constant for the most common headdim, so that loops are unrolled.
 template <class Use>
 FA_INLINE void with_chunks(int64_t headdim, Use&& use) {
     if (headdim == 128) {
@@ -140,7 +140,7 @@ FA_INLINE void with_chunks(int64_t headdim, Use&& use) {
     }
 }
 
-// scores = keys x queries, for 32 equally spaced keys; meanwhile 32 rows are fetched.
+// scores = keys x queries, for 32 equally spaced keys, while 32 rows are prefetched.
 template <int kGroup, class Chunks, class Fetch>
 FA_INLINE void score_keys(TileRows keys, const float* queries, Chunks chunks, Fetch& ahead, float* scores) {
     constexpr int64_t kUnits = Bfloat16Tiles::kUnits;
@@ -157,7 +157,7 @@ FA_INLINE void score_keys(TileRows keys, const float* queries, Chunks chunks, Fe
     }
 }
 
-// Overload of the template in decode.hpp. All 32 keys: past the last one rows repeat it.
+// Overload of the template in decode.hpp. It scores all 32 keys: rows after the last key repeat it.
 template <int kGroup>
 static void score_block(Bfloat16Tiles, const KeyBlock<Bfloat16>& block, int64_t head, const float* queries, int64_t,
                         int64_t headdim, float* scores) {
@@ -177,7 +177,7 @@ __attribute__((always_inline)) inline void Bfloat16Tiles::score_run(const char* 
     });
 }
 
-// acc_o += probabilities (in tile 4) x values of 32 keys, up to 32 columns of them. row(j): of key j.
+// acc_o += probabilities (in tile 4) x values of 32 keys, for up to 32 columns. row(j): the values of key j.
 template <bool kPartial, class Row, class Fetch>
 FA_INLINE void accumulate_chunk(Row&& row, int columns, float* acc_o, int64_t acc_stride, Fetch& ahead) {
     constexpr int64_t kTile = Bfloat16Tiles::kUnits * Vec::kWidth;
@@ -201,8 +201,8 @@ FA_INLINE void accumulate_chunk(Row&& row, int columns, float* acc_o, int64_t ac
     _tile_stored(1, acc_o + Vec::kWidth, acc_stride * 4);
 }
 
-// acc_o += probabilities x values of 32 keys. row(j): of key j; meanwhile 32 rows are fetched, two lines for every two loaded:
-// memory is never idle, and never asked for more at once than it has room for.
+// acc_o += probabilities x values of 32 keys, while 32 rows are prefetched, two lines for every two loaded: memory is never
+// idle, and never has more requests than it can serve. row(j): the values of key j.
 template <class Row, class Fetch>
 FA_INLINE void accumulate_values(Row&& row, const float* probabilities, float* acc_o, int64_t acc_stride, int64_t headdim_v,
                                  Fetch& ahead) {

@@ -1,16 +1,16 @@
-// Plans a call of attention and runs it on the pool with the kernels of an instruction set.
+// Plans a call of attention and runs it on the thread pool with the kernels of an instruction set.
 #pragma once
 
 #include "attention/plan.hpp"
 
 namespace fastattention {
 
-// Each returns false when memory to work with could not be had, and throws nothing.
+// These functions return false if there is no working memory, and throw nothing.
 
-// The caches may then have been appended to already.
+// If it returns false, keys and values may have been appended to the caches already.
 bool forward(const AttentionKernels& kernels, const FaAttentionParams& params);
 
-// Gradients of a call without a cache and without pages.
+// Computes the gradients of a call without a cache and without pages.
 bool backward(const AttentionKernels& kernels, const FaAttentionParams& params, const FaGradients& gradients);
 
 }  // namespace fastattention

@@ -1,14 +1,14 @@
-// Which weights dropout keeps: a pure function of the seed and of where a weight is, as backends/common/dropout.py says.
+// Decides which weights dropout keeps, by the seed and a weight's position alone, as defined in backends/common/dropout.py.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Sixteen counters decide over kDropoutKeys neighbours: word w of counter i is that of key 16 w + i.
+// Sixteen counters serve kDropoutKeys neighbouring keys: word w of counter i belongs to key 16 w + i.
 static constexpr int64_t kDropoutCounters = 16, kDropoutWords = 4;
 
 struct Dropout {
-    uint32_t threshold;  // of the words that are kept: at least this
-    float factor;        // of weights that are kept
+    uint32_t threshold;  // weights whose word is at least this are kept
+    float factor;        // multiplies weights that are kept
     uint32_t seed[2];
 
     static Dropout of(const FaAttentionParams& p) {
@@ -37,8 +37,8 @@ FA_INLINE void philox(Integers (&counter)[kDropoutWords], uint32_t key0, uint32_
     }
 }
 
-// factors[j] = what the weight of key first_key + j is multiplied with, for j < n; first_key and n: multiples of
-// kDropoutKeys. batch, at: the query's.
+// factors[j] = the factor of the weight of key first_key + j, for j < n; first_key and n are multiples of kDropoutKeys.
+// batch, at: the position of the query.
 static void dropout_factors(const Dropout& dropout, int64_t batch, QueryRow at, int64_t first_key, int64_t n,
                             float* factors) {
     const Vec kept = broadcast(dropout.factor);

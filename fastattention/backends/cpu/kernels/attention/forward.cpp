@@ -1,4 +1,4 @@
-// A forward: which keys each sequence sees, which kernels serve it, and how the work is divided among threads.
+// Runs a forward: finds which keys each sequence sees and which kernels serve it, and divides the work among threads.
 #include "attention/driver.hpp"
 
 #include <algorithm>
@@ -13,23 +13,23 @@
 namespace fastattention {
 namespace {
 
-// Up to this many query rows of a key head are served from the keys where they lie; more pay for repacking them.
+// Up to this many query rows of a key head use keys in place (decode); more rows pay for repacking keys (prefill).
 constexpr int64_t kDecodeRows = 16;
-// Up to this many are served so when the values are in the keys: nothing is copied for them, and keys are split.
+// The same limit if the values are in the keys: nothing is copied for them, and keys are split.
 constexpr int64_t kLatentRows = 256;
-// Fewer rows are served by the kernels for other keys and values, which take eight at a time.
+// Fewer rows use the kernels for separate keys and values, which process eight rows at a time.
 constexpr int64_t kLeastLatentRows = 9;
-// Keys of a decode split: short enough to balance threads, long enough that merging is a few percent. Chosen from the
-// lengths alone, never from the number of threads, so that results do not depend on it.
+// Keys of a decode split: few enough to balance threads, and enough that merging takes a few percent. They depend on the
+// lengths alone, never on the number of threads, so that results do not depend on it.
 constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128;
-// Rows for which the shortest splits are that short. Of more rows there is more to merge.
+// The most rows for which splits may have kMinSplitKeys keys. With more rows there is more to merge.
 constexpr int64_t kShortSplitRows = 32;
-// What a decode task reads of a token at once.
+// Bytes of a token that a decode task reads at once.
 constexpr int64_t kTokenBytes = 4096;
 // Heads are packed into panels and processed in waves of about this many bytes: working memory does not grow with the batch.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
-// A head whose panels take at most so many bytes is packed by the thread that works on it, if threads then finish together:
-// up to this much longer than the shortest time.
+// A head whose panels take at most kOwnBytes is packed by the thread that attends to it, if threads then finish at about the
+// same time: at most kFinishTogether times the ideal time.
 constexpr int64_t kOwnBytes = int64_t{1} << 20;
 constexpr double kFinishTogether = 1.1;
 // Multiply-adds below which waking another thread costs more than it saves: about 15 microseconds of work.
@@ -72,11 +72,11 @@ private:
     void append() {
         const int64_t tokens = p_.seqlen_new;
         if (tokens == 0) return;
-        // A token is quick to copy: threads pay only when there are many.
+        // Copying a token is quick, so more threads pay only for many tokens.
         const int threads = tokens * p_.batch_size < 16 ? 1 : num_threads_;
-        // Tokens of a panel share cache lines: one thread writes them.
+        // Tokens of a panel share cache lines, so one thread writes them.
         const int64_t step = std::max<int64_t>(p_.panel_size, 1);
-        const int64_t chunks = divide_up(tokens - 1, step) + 1;  // one more than full ones when they begin within a panel
+        const int64_t chunks = divide_up(tokens - 1, step) + 1;  // one more if the tokens begin within a panel
         parallel_for(p_.batch_size * chunks, threads, [&](int64_t index, int) {
             const Sequence& s = sequences_[index / chunks];
             const int64_t first = s.mask.seqlen_k - tokens;
@@ -94,8 +94,8 @@ private:
         return std::clamp(divide_up(divide_up(keys, kWantedSplits), 128) * 128, kMinSplitKeys, kMaxSplitKeys);
     }
 
-    // Neighbouring heads that one task reads together: of caches stored tokens first as many as fill kTokenBytes, so that
-    // memory is read in long runs; of others, one.
+    // Neighbouring heads that one task reads together: in token-major caches as many as fill kTokenBytes, so that memory is
+    // read in long runs; in other caches one.
     int64_t heads_per_task() const {
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;
@@ -109,7 +109,7 @@ private:
         return is_latent(s) ? std::max(wanted, kMinSplitKeys * divide_up(call_.rows(s), kShortSplitRows)) : wanted;
     }
 
-    // Splits of the same keys lie together, head by head, and a task is as many of them as are read together.
+    // Splits of the same keys are neighbours, head by head. A task is as many of them as are read together.
     void plan_splits() {
         const int64_t wanted = split_keys(), most_together = heads_per_task();
         for (int64_t i = 0; i < p_.batch_size; ++i) {
@@ -141,7 +141,7 @@ private:
             return is_latent(s) ? divide_up(call_.rows(s), kLatentRowStep) * kLatentRowStep : call_.rows(s);
         };
         for (const DecodeSplit& split : splits_) floats += rows_of(split) * (columns + 2);
-        // Whole cache lines for each thread.
+        // Each thread gets whole cache lines.
         const int64_t scratch = values_in_keys(p_) ? divide_up(kernels_.latent_scratch(p_), 16) * 16 : 0;
         Arena arena((scratch * num_threads_ + floats) * sizeof(float));
         if (arena.data() == nullptr) return false;
@@ -162,7 +162,7 @@ private:
                 kernels_.decode_splits(call_, &first, tasks_[index].count);
             }
         });
-        // A merge is worth another thread only when there is a lot to merge.
+        // More threads pay only if there is a lot to merge.
         const int threads = floats < (int64_t{1} << 18) ? 1 : num_threads_;
         parallel_for(static_cast<int64_t>(heads_.size()), threads, [&](int64_t index, int) {
             kernels_.decode_merge(call_, &splits_[heads_[index].first], heads_[index].count, p_.nheads_k);
@@ -174,7 +174,7 @@ private:
     struct PrefillJob {
         HeadPanels head;
         int64_t first_panel, end_panel;
-        int64_t floats;  // of keys, then of values, then of their scales, then of the mean of keys
+        int64_t floats;  // for keys, then values, then their scales, then the mean of keys
         int64_t tiles;
 
         int64_t num_panels() const { return end_panel - first_panel; }
@@ -183,13 +183,13 @@ private:
     bool prefill() {
         std::vector<PrefillJob> jobs;
         const PanelGeometry g = kernels_.panel_geometry(p_);
-        const int64_t scales = is_quantized(p_) ? 2 : multiplies_int8(p_) ? 1 : 0;  // of a key and its value
+        const int64_t scales = is_quantized(p_) ? 2 : multiplies_int8(p_) ? 1 : 0;  // per key, or per key and its value
         const int64_t mean = multiplies_int8(p_) ? divide_up(p_.headdim, 16) * 16 : 0;
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (is_decode(s)) continue;
             const KeyRange seen = visible_keys(s.mask);
-            // Tiles begin where a group of dropout's keys does.
+            // Tiles begin where a group of kDropoutKeys keys begins.
             const int64_t step = p_.dropout_p > 0.0 ? std::max(g.panel, kDropoutKeys) : g.panel;
             const int64_t first = seen.begin / step * step / g.panel, end = divide_up(seen.end, g.panel);
             const int64_t keys = (end - first) * g.panel;
@@ -209,7 +209,8 @@ private:
         return true;
     }
 
-    // Whether a thread for each head at a time loses little: no thread waits for panels then, and they stay in its caches.
+    // Whether to give each thread whole heads, if that takes little longer. Then no thread waits for panels, and panels stay
+    // in its caches.
     bool finish_together(const std::vector<PrefillJob>& jobs) const {
         int64_t longest = 0, all = 0, floats = 0;
         for (const PrefillJob& job : jobs) {
@@ -225,7 +226,7 @@ private:
     bool run_heads(const PanelGeometry& g, const std::vector<PrefillJob>& jobs) {
         int64_t floats = g.scratch_floats;
         for (const PrefillJob& job : jobs) floats = std::max(floats, g.scratch_floats + job.floats);
-        floats = divide_up(floats, 16) * 16;  // whole cache lines for each thread
+        floats = divide_up(floats, 16) * 16;  // each thread gets whole cache lines
         Arena arena(floats * num_threads_ * sizeof(float));
         if (arena.data() == nullptr) return false;
         float* working = reinterpret_cast<float*>(arena.data());
@@ -240,7 +241,7 @@ private:
         return true;
     }
 
-    // Gives a job its panels. Kernels address them by key from key 0 on, whether or not the first panels are needed.
+    // Gives a job its panels. Kernels address them by key, starting at key 0 even if the first panels are not needed.
     void place(const PanelGeometry& g, PrefillJob& job, float* memory) const {
         const int64_t keys = job.num_panels() * g.panel;
         job.head.keys = memory - job.first_panel * g.panel * g.key_units;
@@ -257,7 +258,7 @@ private:
     }
 
     bool run_wave(const PanelGeometry& g, PrefillJob* jobs, int64_t count, int64_t floats) {
-        // Whole cache lines for each thread.
+        // Each thread gets whole cache lines.
         const int64_t scratch = divide_up(g.scratch_floats, 16) * 16;
         Arena arena((scratch * num_threads_ + floats) * sizeof(float));
         if (arena.data() == nullptr) return false;
@@ -283,7 +284,7 @@ private:
         if (multiplies_int8(p_))
             parallel_for(count, num_threads_, [&](int64_t index, int) { kernels_.key_mean(call_, jobs[index].head); });
         parallel_for(panels.back(), num_threads_, [&](int64_t index, int) {
-            // Through the heads first: those of one token are often neighbours in memory.
+            // Heads vary fastest, as the heads of a token are often neighbours in memory.
             const auto sequence = find(panels, index);
             const int64_t first = first_of_sequence[sequence];
             const int64_t num_heads = (panels[sequence + 1] - panels[sequence]) / jobs[first].num_panels();
@@ -291,7 +292,7 @@ private:
             const PrefillJob& job = jobs[first + within % num_heads];
             kernels_.pack_panel(call_, job.head, job.first_panel + within / num_heads);
         });
-        // The last tiles of a causal head have the most keys: they go first, so that threads finish together.
+        // The last tiles of a causal head have the most keys, so they start first, and threads finish together.
         parallel_for(tiles.back(), num_threads_, [&](int64_t index, int slot) {
             const auto i = find(tiles, index);
             const int64_t tile = tiles[i + 1] - 1 - index;
@@ -310,8 +311,8 @@ private:
         int64_t first;  // split
         int64_t count;
     };
-    std::vector<SplitGroup> tasks_;  // splits that are read together: neighbours
-    std::vector<SplitGroup> heads_;  // splits of one head: nheads_k apart
+    std::vector<SplitGroup> tasks_;  // splits that are read together; they are neighbours
+    std::vector<SplitGroup> heads_;  // splits of one head; they are nheads_k apart
 };
 
 }  // namespace
@@ -319,7 +320,7 @@ private:
 bool forward(const AttentionKernels& kernels, const FaAttentionParams& params) {
     try {
         return Forward(kernels, params).run();
-    } catch (const std::exception&) {  // of memory for lists: tasks throw nothing
+    } catch (const std::exception&) {  // no memory for lists; tasks throw nothing
         return false;
     }
 }

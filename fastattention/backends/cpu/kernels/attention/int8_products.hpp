@@ -1,18 +1,18 @@
-// Queries and keys that are multiplied in int8, as fastattention/quantized.py says: each query has a scale, each group of keys
-// another, keys lose their mean first, and scores get it back as the product of the query with it.
+// Products of queries and keys in int8, by the formula of fastattention/quantized.py. Each query has a scale, and so has
+// each group of keys. Keys lose their mean first, and scores get back the product of the query with that mean.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Keys that share a scale; fastattention/quantized.py says the same.
+// Keys that share a scale, as in fastattention/quantized.py.
 static constexpr int64_t kKeysOfScale = 64;
 static_assert(kKeysOfScale % kPanel == 0, "a panel has one");
 
-// Tokens whose keys are summed up in floats, before doubles sum these sums up.
+// Tokens whose keys are summed in float. These sums are summed in double.
 static constexpr int64_t kMeanTokens = 128;
 
-// Writes HeadPanels::key_mean, of all keys of the sequence, whether or not a query sees them. Elements that are not finite
-// count as 0.
+// Writes HeadPanels::key_mean, the mean of all keys of the sequence, whether or not a query sees them. Elements that are not
+// finite count as 0.
 template <class Element>
 static void key_mean(const Call& call, const HeadPanels& head) {
     const Sequence& s = call.sequences[head.sequence];
@@ -29,7 +29,7 @@ static void key_mean(const Call& call, const HeadPanels& head) {
             for (int64_t c = 0; c < padded; c += Vec::kWidth) {
                 const Vec x = load(key + c);
                 const Vec finite = select_less(absolute(x), broadcast(kInfinity), x, zero());
-                // A part of it, so that no sum of floats overflows.
+                // Divided first, so that no sum of floats overflows.
                 store(sum + c, fma(finite, broadcast(1.0f / kMeanTokens), load(sum + c)));
             }
         }
@@ -48,14 +48,14 @@ using KeyQuad = AmxQuad;
 using KeyQuad = Int8Quad;
 #endif
 
-// A key without the mean, padded with zeros.
+// Loads a key less the mean, padded with zeros.
 template <class Element>
 FA_INLINE void load_smoothed(const char* from, const float* mean, float* key, int64_t n, int64_t padded) {
     widen_row(reinterpret_cast<const Element*>(from), key, n, padded);
     for (int64_t c = 0; c < padded; c += Vec::kWidth) store(key + c, load(key + c) - load(mean + c));
 }
 
-// Of the group of keys that has the one at `first`, which may be of several panels.
+// The scale of the group of keys that includes key `first`. A group may have several panels.
 template <class Element>
 static Scaled scale_of_group(const Call& call, const HeadPanels& head, int64_t first) {
     const Sequence& s = call.sequences[head.sequence];
@@ -72,7 +72,7 @@ static Scaled scale_of_group(const Call& call, const HeadPanels& head, int64_t f
     return Scaled::of(extent, Int8{});
 }
 
-// Writes a key without the mean as quads. Returns what sums of its products begin with.
+// Writes a key less the mean as quads. Returns the initial value of sums of its products.
 template <class Quad, class Element>
 FA_INLINE int32_t quantize_key(const char* from, const float* mean, float factor, float* quads, int64_t n) {
     const int64_t padded = round_up(n, Vec::kWidth);
@@ -85,13 +85,13 @@ FA_INLINE int32_t quantize_key(const char* from, const float* mean, float factor
     return -Quad::kOffset * sum;
 }
 
-// What turns products of a query into scores.
+// The terms that turn products with a query into scores.
 struct QueryScale {
     float scale;
     float of_mean;  // the query times the mean of keys
 };
 
-// Writes a query as quads, `units` of them; room for a whole vector more is there.
+// Writes a query as `units` quads. `quads` has room for a whole vector more.
 template <class Element, class Quad>
 static QueryScale quantize_query(const Call& call, const Sequence& s, QueryRow at, const float* mean, float* quads,
                                  int64_t units) {
@@ -107,8 +107,8 @@ static QueryScale quantize_query(const Call& call, const Sequence& s, QueryRow a
     return {scale, reduce_add(of_mean)};
 }
 
-// Products with n keys, which are integers, become floats, and so does what lies behind them up to kVectorsAtOnce vectors.
-// Returns their highest, lane by lane: of two chains of maxima, for one would take longer than all else.
+// Turns integer products with n keys, and the memory after them up to a multiple of kVectorsAtOnce vectors, into floats.
+// Returns the highest in each lane. Two chains of maxima are used, as one would take longer than everything else.
 static constexpr int64_t kVectorsAtOnce = 2;
 
 FA_INLINE Vec scale_products(float* scores, const float* key_scales, QueryScale query, int64_t n) {

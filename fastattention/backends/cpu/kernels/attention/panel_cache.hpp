@@ -1,13 +1,13 @@
-// A cache in interleaved panels: where its tokens lie, how new ones get in, and how prefill reads them.
+// A cache in interleaved panels: its layout, the append of tokens, and how prefill reads it.
 //
-// Keys and values of a head lie in panels of kCachePanel tokens, in units: two adjacent bfloat16 (of a key, or of two
+// Keys and values of a head are in panels of kCachePanel tokens, in units: two adjacent bfloat16 (of a key, or of two
 // tokens' values), one float16 or one float. The layout is the same for every instruction set:
 //
 //   keys    (panels, units of a key, kCachePanel tokens)
 //   values  (panels, kCachePanel / tokens of a unit, headdim_v)
 //
-// The last unit of a key with an odd count of bfloat16 is filled with 0. What lies beyond a sequence's tokens is arbitrary.
-// Vectors may be read whole: 64 bytes of memory follow the last value.
+// The last unit of a key with an odd count of bfloat16 is padded with 0. Memory after a sequence's tokens is arbitrary.
+// Whole vectors may be read: 64 bytes of memory follow the last value.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -25,7 +25,7 @@ struct CacheUnit<Bfloat16> {
     static constexpr int64_t kElements = 2;
 };
 
-// One head of one sequence.
+// The cache of one head of one sequence.
 template <class Element>
 struct PanelCache {
     static constexpr int64_t kElements = CacheUnit<Element>::kElements;
@@ -33,7 +33,7 @@ struct PanelCache {
 
     Stored* keys;
     Stored* values;
-    int64_t key_units;  // of a key
+    int64_t key_units;  // units per key
     int64_t headdim_v;
 
     PanelCache(const Call& call, const Sequence& s, int64_t kv_head)
@@ -42,11 +42,11 @@ struct PanelCache {
           key_units((call.params->headdim + kElements - 1) / kElements),
           headdim_v(call.params->headdim_v) {}
 
-    // Unit 0 of token `token`; the next unit of a key is kCachePanel further on, the next of a value beside it.
+    // Unit 0 of token `token`. The next unit of a key is kCachePanel units further on, the next unit of a value is adjacent.
     Stored* key(int64_t token) const { return keys + token / kCachePanel * key_units * kCachePanel + token % kCachePanel; }
     Stored* value(int64_t token) const { return values + token / kElements * headdim_v; }
 
-    // The values of n tokens from `token` on, the first of a panel, with zeros for the rest of the panel.
+    // Copies the values of n tokens, starting at `token`, the first of a panel, with zeros for the rest of the panel.
     void copy_values(int64_t token, int64_t n, Stored* to) const {
         const int64_t whole = n / kElements;
         memcpy(to, value(token), whole * headdim_v * sizeof(Stored));
@@ -77,7 +77,7 @@ static void append_panel_token(const Call& call, const Sequence& s, int64_t toke
     }
 }
 
-// pack_panel of prefill from a cache in panels. CachedUnit: as what its units are loaded.
+// pack_panel of prefill for a cache in panels. CachedUnit: how units of the cache are loaded.
 template <class Element, class CachedUnit, class Unit>
 static void pack_cached_panel(const Call& call, const HeadPanels& head, int64_t panel, Unit) {
     constexpr int kOperands = CachedUnit::kOperands;
@@ -95,7 +95,7 @@ static void pack_cached_panel(const Call& call, const HeadPanels& head, int64_t 
             for (int o = 0; o < kOperands && u * kOperands + o < g.key_units; ++o)
                 store(keys + (u * kOperands + o) * kPanel + j, units[o]);
         }
-    // Values of tokens that are not there must be 0: their weights are, and 0 times anything else might be NaN.
+    // Values of padding tokens must be 0, like their weights: 0 times arbitrary memory might be NaN.
     typename PanelCache<Element>::Stored tail[kCachePanel * kMaxHeaddimV / PanelCache<Element>::kElements + Vec::kWidth];
     constexpr int64_t kCopyTokens = kPanel < kCachePanel ? kPanel : kCachePanel;
     for (int64_t j = 0; j < kPanel; j += kCopyTokens) {

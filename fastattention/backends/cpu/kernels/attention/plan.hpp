@@ -1,10 +1,10 @@
-// What forward.cpp and backward.cpp hand to the kernels of an instruction set, and the table through which they call them.
+// The arguments that forward.cpp and backward.cpp pass to the kernels of an instruction set, and the table of these kernels.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// Compiled for several instruction sets: an out-of-line copy of these functions could end up on a processor without them.
+// This is compiled for several instruction sets: a processor could run an out-of-line copy with instructions that it lacks.
 #define FA_HOST_DEVICE __attribute__((always_inline))
 #include "../../../common/tile_range.hpp"
 #include "attention/block_row.hpp"
@@ -13,7 +13,7 @@
 
 namespace fastattention {
 
-// Rows of one head of keys or values of one sequence, wherever they lie.
+// Rows of keys or values of one head of one sequence, paged or not.
 struct Rows {
     char* base;            // row 0, or page 0 when paged
     int64_t stride_row;    // in bytes
@@ -41,7 +41,7 @@ struct Rows {
         }
     }
 
-    // How many of the n rows from `row` on lie stride_row apart.
+    // How many of the n rows from `row` on are stride_row apart.
     FA_HOST_DEVICE int64_t equally_spaced(int64_t row, int64_t n) const {
         if (pages == nullptr) return n;
         const int64_t left = page_size - (first + row) % page_size;
@@ -72,12 +72,12 @@ struct Sequence {
     TileRange mask;  // also holds seqlen_q and seqlen_k, the keys after an append
     const char* q;
     Rows k, v;
-    Rows k_scale, v_scale;  // of a quantized cache
+    Rows k_scale, v_scale;  // only of a quantized cache
     char* out;
     float* lse;             // null when not asked for
-    const char* bias;       // null without
-    const float* alibi;     // slopes of all heads, null without
-    const uint8_t* blocks;  // of a block mask, null without
+    const char* bias;       // null if none
+    const float* alibi;     // slopes of all heads, null if none
+    const uint8_t* blocks;  // flags of a block mask, null if none
     int64_t cache_seqlen;   // tokens before the append, left padding included: the rotary position of query 0
     int64_t batch;
 };
@@ -86,17 +86,17 @@ struct Sequence {
 struct RowTile {
     static constexpr int64_t kAllHeads = -1;
 
-    int64_t first;  // row, or token of the one head
+    int64_t first;  // its first row, or its first token if it has one head
     int64_t count;
-    int64_t head;  // the only one, among those that share the key head; kAllHeads: row by row
+    int64_t head;  // its only head, among those that share the key head; kAllHeads: rows of all of them
 };
 
-// All calls share this view of the arguments.
+// The arguments of a call, as all kernels see them.
 struct Call {
     const FaAttentionParams* params;
     int64_t group_size;    // query heads that share a key head
     int64_t element_size;  // bytes of an element of q, k_new, v_new, out
-    int64_t cache_element_size;  // of k and v
+    int64_t cache_element_size;  // bytes of an element of k and v
     const Sequence* sequences;
 
     FA_HOST_DEVICE Rows keys(const Sequence& s, int64_t kv_head) const {
@@ -116,8 +116,8 @@ struct Call {
     // of a group is token r / group_size of head kv_head * group_size + r % group_size.
     FA_HOST_DEVICE int64_t rows(const Sequence& s) const { return s.mask.seqlen_q * group_size; }
 
-    // Tiles of these rows, at most `size` of them each. With a block mask a tile has tokens of one head, and of one row of
-    // blocks, which `size` divides.
+    // Tiles of at most `size` rows each. With a block mask a tile has tokens of one head and of one row of blocks, whose
+    // length is a multiple of `size`.
     FA_HOST_DEVICE int64_t num_tiles(const Sequence& s, int64_t size) const {
         return s.blocks ? group_size * tiles_of_head(s, size) : (rows(s) + size - 1) / size;
     }
@@ -127,7 +127,7 @@ struct Call {
         return {first, last - first < size ? last - first : size, s.blocks ? index / of_head : RowTile::kAllHeads};
     }
 
-    // What the block mask keeps for the row of blocks that has a token of a query head.
+    // The blocks that the block mask keeps for a token of a query head.
     FA_HOST_DEVICE BlockRow block_row(const Sequence& s, int64_t token, int64_t head) const {
         if (s.blocks == nullptr) return {};
         const FaAttentionParams& p = *params;
@@ -148,15 +148,15 @@ struct HeadPanels {
     int64_t kv_head;
     float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
     float* values;  // (units of keys, PanelGeometry::value_stride)
-    float* key_scales;  // of a quantized cache, or of keys in int8, one a key; zeros past the end
+    float* key_scales;  // of a quantized cache, or of keys in int8, one per key; zeros after the last key
     float* value_scales;  // of a quantized cache
-    float* key_mean;      // taken from keys in int8: (headdim), padded with zeros to a whole vector
+    float* key_mean;      // subtracted from keys in int8: (headdim), padded with zeros to a whole vector
 };
 
 // How an instruction set packs for a dtype and head dimension, in the units above.
 struct PanelGeometry {
-    int64_t panel;           // keys a panel holds; packing is done a panel at a time
-    int64_t key_units;       // units of one key, and the one of a panel's first row if sums begin with that
+    int64_t panel;           // keys of a panel; packing is done a panel at a time
+    int64_t key_units;       // units of one key, plus one if a panel begins with a row of initial sums
     int64_t keys_per_unit;   // keys that share a unit of values
     int64_t value_columns;   // headdim_v padded
     int64_t value_stride;    // floats from one unit of values to the next
@@ -169,17 +169,17 @@ struct DecodeSplit {
     int64_t sequence;
     int64_t kv_head;
     int64_t key_begin, key_end;
-    float* row_max;  // (rows), of a latent decode up to a multiple of kLatentRowStep
+    float* row_max;  // (rows), padded to a multiple of kLatentRowStep in a latent decode
     float* row_sum;  // (rows)
     float* acc_o;    // (rows, headdim_v padded to the vector width)
 };
 
-// How an instruction set goes through a backward of a dtype and head dimension. A tile of rows meets a chunk of keys.
+// Sizes of a backward for a dtype and head dimension. A tile of rows is multiplied with a chunk of keys.
 struct BackwardGeometry {
-    int64_t tile_rows;       // of a tile, at most
-    int64_t keys;            // of a chunk
-    int64_t tile_floats;     // of a tile packed by pack_rows
-    int64_t grad_q_floats;   // of a tile's gradient of q
+    int64_t tile_rows;       // rows of a tile, at most
+    int64_t keys;            // keys of a chunk
+    int64_t tile_floats;     // floats of a tile packed by pack_rows
+    int64_t grad_q_floats;   // floats of a tile's gradient of q
     int64_t scratch_floats;  // working memory of a thread
 };
 
@@ -190,41 +190,41 @@ struct BackwardHead {
     int64_t first_query, first_key;  // tokens of the sequences before it
     float* tiles;                    // packed queries and gradients of results, tile by tile
     float* grad_q;                   // not yet scaled, tile by tile
-    float* grad_sinks;               // what each tile adds, (tiles, group_size); null without
-    int32_t* turn;                   // of each tile: the chunk that adds to its gradient of q next
+    float* grad_sinks;               // sums of each tile, (tiles, group_size); null if none
+    int32_t* turn;                   // by tile: the chunk that adds to its gradient of q next
 };
 
 // Keys whose dropout is decided together (dropout.hpp).
 constexpr int64_t kDropoutKeys = 64;
 
-// Rows of a latent decode are processed in whole vectors: room for a multiple of the widest.
+// Rows of a latent decode are processed in whole vectors, and padded to a multiple of the widest vector.
 constexpr int64_t kLatentRowStep = 16;
-// Heads that one call of decode_splits takes at most.
+// The most heads of one call of decode_splits.
 constexpr int64_t kMaxSplitHeads = 16;
-// Their queries and their results take at most this many floats a row.
+// Queries and results of these heads take at most this many floats per row.
 constexpr int64_t kMaxSplitFloats = 512 * kMaxSplitHeads;
 
 // The kernels of an instruction set.
 struct AttentionKernels {
     PanelGeometry (*panel_geometry)(const FaAttentionParams& params);
-    void (*key_mean)(const Call& call, const HeadPanels& head);  // before the panels of keys in int8
+    void (*key_mean)(const Call& call, const HeadPanels& head);  // called before keys are packed in int8
     void (*pack_panel)(const Call& call, const HeadPanels& head, int64_t panel);
     void (*prefill_tile)(const Call& call, const HeadPanels& head, int64_t tile, float* scratch);
 
     int64_t (*decode_columns)(const FaAttentionParams& params);  // row length of DecodeSplit::acc_o
     // splits: the same keys of num_heads consecutive heads.
     void (*decode_splits)(const Call& call, const DecodeSplit* splits, int64_t num_heads);
-    // One split of a head whose values are in its keys, for many rows; with working memory of latent_scratch floats.
+    // Decodes one split of a head whose values are in its keys, for many rows, with latent_scratch floats of working memory.
     void (*decode_latent)(const Call& call, const DecodeSplit& split, float* scratch);
     int64_t (*latent_scratch)(const FaAttentionParams& params);
-    // Merges the splits of one head, which lie `stride` apart.
+    // Merges the splits of one head, which are `stride` apart.
     void (*decode_merge)(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride);
 
     void (*append_token)(const Call& call, const Sequence& sequence, int64_t token);
 
     BackwardGeometry (*backward_geometry)(const FaAttentionParams& params);
     void (*pack_rows)(const Call& call, const FaGradients& gradients, const BackwardHead& head, int64_t tile);
-    // The gradients of a chunk of keys, and its part of those of the queries.
+    // Computes the gradients of a chunk of keys, and its part of the gradients of queries.
     void (*backward_chunk)(const Call& call, const FaGradients& gradients, const BackwardHead& head, int64_t chunk,
                            float* scratch);
 };

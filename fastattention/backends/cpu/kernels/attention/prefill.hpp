@@ -3,37 +3,37 @@
 
 namespace FA_NAMESPACE {
 
-// Query rows of a tile, multiples of every Unit::kRowStep: of many rows more share a panel, where the L2 cache has the room.
-// A mask that moves with the rows hides more of a tall tile, so that it takes more rows to pay.
+// Query rows of a tile, multiples of every Unit::kRowStep. With many rows, and a large L2 cache, more of them share a panel.
+// A mask that moves with the rows hides more of a tall tile, so tall tiles need more rows to pay.
 static constexpr int64_t kTileRows = 48, kMostTileRows = Vec::kWidth == 16 ? 96 : 48;
 static constexpr int64_t kManyRows = 1024, kManyMaskedRows = 4096;
-// Of a tile that is within a row of blocks of a block mask: sizes of blocks are multiples of the one, often of the other.
+// Query rows of a tile within a row of blocks of a block mask. Block sizes are multiples of the first, often of the second.
 static constexpr int64_t kBlockTileRows = kBlockStep, kMostBlockTileRows = 2 * kBlockStep;
 static_assert(kBlockStep % kPanel == 0 && kBlockStep % kDropoutKeys == 0, "panels and groups of keys are within a block");
-static constexpr int64_t kWidestOfTallTiles = 256;  // head dimension up to which the L2 cache has room for these
-static constexpr int64_t kRoomForRows = 144;        // of any of these, and what a product takes at once
-// Keys of a tile. At a time the L2 cache holds a panel of keys, or as many columns of the tile's values, and queries, scores
-// and results of the tile's rows: with heads of 512 floats about 700 KB with AVX-512, whose processors have 1 MB and more, and
-// 280 KB elsewhere.
+static constexpr int64_t kWidestOfTallTiles = 256;  // head dimension up to which the L2 cache has room for tall tiles
+static constexpr int64_t kRoomForRows = 144;        // rows of any of these tiles, padded to the row step of a product
+// Keys of a tile. At any time the L2 cache holds a panel of keys, or as many columns of the tile's values, and the queries,
+// scores and results of the tile's rows. With heads of 512 floats that is about 700 KB with AVX-512, whose processors have 1
+// MB and more, and 280 KB elsewhere.
 static constexpr int64_t kTileKeys = Vec::kWidth == 16 ? 512 : 256;
 static constexpr int64_t kScoreStride = kTileKeys + kRowPadding;
-// Elements of a key that are multiplied before the next ones, for all keys of a panel. Of pairs of bfloat16, 32 keys and the
-// queries of a tile then fit an L1 cache of 48 KB, which AMX reads without end.
+// Elements of a key that are multiplied, for all keys of a panel, before the next ones. In pairs of bfloat16, 32 keys and
+// the queries of a tile then fit an L1 cache of 48 KB, which AMX reads all the time.
 static constexpr int64_t kDepthElements = 256;
-// Values and results of more columns have padded rows, too.
+// With more columns, rows of values and results are padded too.
 static constexpr int64_t kUnpaddedColumns = 256;
 
-// Rows that products with either unit take at most for `rows`.
+// `rows` padded for products with either unit.
 template <class Unit, class KeyUnit>
 FA_INLINE int64_t padded_rows_of(int64_t rows) {
     return larger(round_up(rows, Unit::kRowStep), round_up(rows, KeyUnit::kRowStep));
 }
 
-// Rows of units at the head of a panel that sums begin with, one value a key; only for units with an offset.
+// Rows at the start of a panel with initial values of sums, one per key; only for units with an offset.
 template <class KeyUnit>
 static constexpr int64_t kStartUnits = KeyUnit::kOffset == 0 ? 0 : 1;
 
-// Unit: of weights and values; KeyUnit: of queries and keys.
+// Unit: the unit of weights and values; KeyUnit: the unit of queries and keys.
 template <class Unit, class KeyUnit = Unit>
 FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     PanelGeometry g;
@@ -51,12 +51,12 @@ FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     }
     const int64_t padded_rows = padded_rows_of<Unit, KeyUnit>(g.tile_rows);
     const int64_t query_stride = g.key_units + kRowPadding;
-    // A query is widened before it is narrowed to pairs: the last row needs room for that.
+    // A query is widened before it is narrowed to pairs, so the last row needs more room.
     g.scratch_floats = padded_rows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;
     return g;
 }
 
-// Where the rows of a panel lie. They may be far apart, so that nothing but this fetches them in time.
+// Addresses of the rows of a panel. They may be far apart, so they are prefetched here, as hardware would not do it in time.
 struct PanelRows {
     char* keys[kPanel];
     char* values[kPanel];
@@ -83,11 +83,11 @@ FA_INLINE void pack_scales(const Call& call, const HeadPanels& head, int64_t fir
     }
 }
 
-// As many keys as a vector has lanes, on their way into a panel, where their units lie across. They are copied one after
-// the other first: where they come from they may be 4 KB apart, and read side by side they would throw each other out.
+// Keys are copied to a block, one key per lane of a vector, before their units are transposed into a panel. Read together
+// from a cache where they are 4 KB apart, they would evict each other.
 static constexpr int64_t kBlockStride = kMaxHeaddim + kRowPadding;
 
-// units: of a key, padded with zeros to whole vectors
+// units: units per key, padded with zeros to whole vectors.
 FA_INLINE void transpose_keys(float* block, float* panel, int64_t units) {
     for (int64_t u = 0; u < units; u += Vec::kWidth) {
         transpose_square(block + u, kBlockStride);
@@ -96,7 +96,7 @@ FA_INLINE void transpose_keys(float* block, float* panel, int64_t units) {
     }
 }
 
-// A key on its way into units, which are 0 where it ends.
+// Copies a key to units. `key` is zero beforehand, so its last unit is padded with zeros.
 template <class Stored>
 FA_INLINE void load_key(const Stored* from, float* key, int64_t n, FloatUnit) {
     widen_row(from, key, n, n);
@@ -118,8 +118,8 @@ FA_INLINE void load_key(const Stored* from, float* key, int64_t n, Pair) {
 }
 #endif
 
-// Packs n keys of a panel, transposed. Keys past the end become zeros: their scores are masked, and zeros keep whatever
-// follows the sequence in memory out of the products.
+// Packs n keys of a panel, transposed. Keys after the last become zeros: their scores are masked, and zeros keep memory
+// after the sequence out of the products.
 template <class Stored, class KeyUnit>
 static void pack_keys(const Call& call, const HeadPanels& head, char* const* rows, int64_t first, int64_t n,
                       int64_t key_units) {
@@ -144,7 +144,7 @@ static void pack_keys(const Call& call, const HeadPanels& head, char* const* row
     }
 }
 
-// The values of the same keys.
+// Packs the values of the same keys.
 template <class Stored>
 static void pack_values(char* const* rows, float* values, int64_t n, int64_t headdim_v, const PanelGeometry& g, FloatUnit) {
     for (int64_t j = 0; j < kPanel; ++j, values += g.value_stride) {
@@ -173,8 +173,8 @@ static void pack_values(char* const* rows, float* values, int64_t n, int64_t hea
 }
 #endif
 
-// Packs one panel of keys and the values of the same keys. Numbers of a quantized cache stay without their scales, which join
-// the scores and the probabilities: floats and bfloat16 hold them exactly.
+// Packs one panel of keys and the values of the same keys. Values of a quantized cache are packed without their scales, as
+// floats and bfloat16 hold them exactly; scales multiply the scores and the probabilities.
 template <class Stored, class KeyUnit, class Unit>
 static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel) {
     const PanelGeometry g = panel_geometry<Unit, KeyUnit>(*call.params);
@@ -187,11 +187,11 @@ static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel) 
     pack_scales<Stored>(call, head, first, n);
 }
 
-// result = rows (rows, units of elements) times a panel of keys with elements first: the first `columns` of its keys.
+// result = rows (rows, units of elements) times the first `columns` keys of a panel with elements first.
 template <class Unit>
 FA_INLINE void multiply_key_panel(const float* rows, int64_t stride, const float* panel, int64_t units, float* result,
                                   int64_t result_stride, int64_t num_rows, int64_t columns) {
-    constexpr bool kWhole = Unit::kOffset != 0;  // what sums begin with is that of all units
+    constexpr bool kWhole = Unit::kOffset != 0;  // the initial value of sums is for all units
     constexpr int64_t kDepth = kWhole ? kMaxHeaddim : kDepthElements / Unit::kElements;
     multiply_panel<false>(Unit{}, rows, stride, panel, kPanel, smaller(kDepth, units), result, result_stride, num_rows,
                           columns);
@@ -201,7 +201,7 @@ FA_INLINE void multiply_key_panel(const float* rows, int64_t stride, const float
                                  result_stride, num_rows, columns);
 }
 
-// KeyUnit: of the product of queries and keys; Unit: of that of weights and values.
+// KeyUnit: the unit of products of queries and keys; Unit: the unit of products of weights and values.
 template <class Element, class KeyUnit, class Unit>
 class PrefillTile {
 public:
@@ -227,7 +227,7 @@ public:
     }
 
     void run() {
-        KeyUnit::begin();  // one with tiles wherever Unit has these
+        KeyUnit::begin();  // uses AMX tiles whenever Unit does
         start();
         const TileRange& mask = sequence_.mask;
         const QueryRow first = at(0);
@@ -250,12 +250,12 @@ private:
 
     QueryRow at(int64_t row) const { return query_row(call_, head_.kv_head, rows_, row); }
 
-    // Neighbouring keys, and where their scores are.
+    // A run of neighbouring keys, and the column of their first score.
     struct Run {
         int64_t key, column, count;
     };
 
-    // Takes as many kept keys as a tile has room for; false when there are none left. Every run but the last of all is a
+    // Takes as many kept keys as a tile has room for; false if none are left. The length of every run but the very last is a
     // multiple of kPanel.
     bool gather(KeyRuns& kept) {
         num_runs_ = columns_ = 0;
@@ -266,18 +266,18 @@ private:
         return num_runs_ > 0;
     }
 
-    // Where the scores of keys from `key` on begin: keys ascend.
+    // The column of the first score of the keys from `key` on; keys ascend.
     int64_t column_of(int64_t key) const {
         for (int64_t i = 0; i < num_runs_; ++i)
             if (key < runs_[i].key + runs_[i].count) return runs_[i].column + larger(key - runs_[i].key, 0);
         return columns_;
     }
 
-    // Keys of a tile, filled up to what the product with the values takes at once.
+    // The keys of a tile, padded to the step of the product with the values.
     static int64_t padded_keys(int64_t n) { return round_up(n, larger(Vec::kWidth, Unit::kDepthStep * Unit::kElements)); }
 
     void start() {
-        // Rows of a head are far apart when heads lie side by side.
+        // Rows of a head are far apart if heads are side by side.
         for (int64_t row = 0; row < rows_.count; ++row) prefetch_query<Element>(call_, sequence_, at(row));
         for (int64_t row = 0; row < padded_rows_; ++row) {
             row_max_[row] = -kInfinity;
@@ -286,7 +286,7 @@ private:
             if (row < rows_.count) {
                 load_query_units(row, query);
             } else {
-                // In bytes: a query in int8 has an offset, which stands for 0.
+                // Filled by bytes: in an int8 query the offset stands for 0.
                 memset(query, KeyUnit::kOffset, query_units_ * sizeof(float));
                 memset(scores_ + row * kScoreStride, 0, kScoreStride * sizeof(float));
             }
@@ -300,7 +300,7 @@ private:
                 quantize_query<Element, KeyUnit>(call_, sequence_, at(row), head_.key_mean, query, query_units_);
         } else {
             load_query<Element>(call_, sequence_, at(row), query, query_units_ * KeyUnit::kElements);
-            // In place, into the first half: what is written is never ahead of what is still to be read.
+            // Works in place, into the first half: writes never overtake reads.
             if constexpr (KeyUnit::kElements == 2)
                 narrow_row(query, reinterpret_cast<Bfloat16*>(query), query_units_ * KeyUnit::kElements);
         }
@@ -375,7 +375,7 @@ private:
     const Dropout dropout_;
     const RowTile rows_;
     const int64_t padded_rows_, query_units_, query_stride_;
-    Run runs_[kTileKeys / kPanel];  // of the tile
+    Run runs_[kTileKeys / kPanel];  // the runs of the tile
     int64_t num_runs_ = 0, columns_ = 0;
     float *queries_, *scores_, *acc_o_, *row_sum_;
     float row_max_[kRoomForRows];

@@ -12,12 +12,12 @@
 namespace fastattention {
 namespace {
 
-// All bits of a NaN may be set in every type of results.
+// In every dtype of results, a value with all bits set is a NaN.
 constexpr int kNaNByte = 0xff;
 
 std::mutex one_at_a_time;  // held by the call that runs
 
-// A forked child does not have the thread that holds it.
+// A forked child does not have the thread that holds the mutex.
 void release_in_child() { new (&one_at_a_time) std::mutex; }
 [[maybe_unused]] const bool registered = pthread_atfork(nullptr, nullptr, release_in_child) == 0;
 

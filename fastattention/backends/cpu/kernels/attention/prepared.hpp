@@ -1,5 +1,4 @@
-// Calls that are prepared by one thread and run later by another, which may be one that knows nothing but a function and
-// its argument.
+// Calls that one thread prepares and another runs later, given only a function and its argument.
 #pragma once
 
 #include "attention/params.h"
@@ -14,10 +13,10 @@ public:
     Prepared(const Prepared&) = delete;
     Prepared& operator=(const Prepared&) = delete;
 
-    // One at a time: a second caller waits, where forward() would have it do its work without other threads.
+    // Calls run one at a time: a second caller waits, whereas forward() would let it work alone, without the pool.
     void run();
 
-    // Whether memory ran out in `run`: all results are NaN then.
+    // Whether memory ran out in `run`. All results are then NaN.
     bool failed() const { return failed_; }
 
 private:

@@ -1,5 +1,5 @@
-// Quantization of caches, and of queries and keys that are multiplied in int8. The formula is that of
-// fastattention/quantized.py, bit for bit.
+// Quantizes caches, and queries and keys that are multiplied in int8. Results are bit for bit those of
+// fastattention/quantized.py.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -7,7 +7,7 @@ namespace FA_NAMESPACE {
 FA_INLINE float largest_stored(Int8) { return 127.0f; }
 FA_INLINE float largest_stored(Float8) { return 448.0f; }
 
-// Rounded to nearest even; |x| at most 448.
+// Rounds to nearest even; |x| is at most 448.
 FA_INLINE Float8 to_float8(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -56,7 +56,7 @@ struct Scaled {
         const float amax = x.amax(), largest = largest_stored(Stored{});
         if (!x.finite()) return {kNan, 0.0f};
         if (amax == 0.0f) return {0.0f, 0.0f};
-        // Finite also for amax so small that its reciprocal is not.
+        // The factor is finite even if amax is so small that its reciprocal is not.
         return {amax / largest, largest / amax < kLargest ? largest / amax : kLargest};
     }
 };
@@ -82,7 +82,7 @@ static void store_quantized(const float* x, int64_t n, float factor, Stored* to)
     }
 }
 
-// Stores a row with a scale of its own, which is returned.
+// Stores a row with its own scale, which is returned.
 template <class Stored>
 static float quantize_row(const float* x, int64_t n, Stored* to) {
     Extent extent;

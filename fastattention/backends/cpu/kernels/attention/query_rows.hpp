@@ -1,9 +1,9 @@
-// Where a query row and its result lie, rotary embedding, and the scales of cache rows.
+// Loads query rows with their rotary embedding, stores their results, and loads the scales of cache rows.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// The same as MAX_HEADDIM and MAX_HEADDIM_V of fastattention/attention/validation/common.py.
+// Equal to MAX_HEADDIM and MAX_HEADDIM_V of fastattention/attention/validation/common.py.
 static constexpr int64_t kMaxHeaddim = 576, kMaxHeaddimV = 512;
 
 // to[0..n) = the scales of rows `row` to row + n - 1.
@@ -24,7 +24,7 @@ static void load_scales(const Rows& rows, int64_t row, int64_t n, float* to) {
     }
 }
 
-// Rotary embedding of one row at a position, in place. Interleaved: elements 2i and 2i + 1 turn by angle i (GPT-J);
+// Applies rotary embedding to one row at a position, in place. Interleaved: elements 2i and 2i + 1 turn by angle i (GPT-J);
 // otherwise i and i + rotary_dim / 2 (GPT-NeoX, Llama).
 template <class Element>
 static void rotate_row(const FaAttentionParams& p, int64_t position, float* row) {
@@ -67,7 +67,7 @@ FA_INLINE void prefetch_query(const Call& call, const Sequence& s, QueryRow at) 
     prefetch_bytes(query_address<Element>(call, s, at), call.params->headdim * call.element_size);
 }
 
-// A query row as floats, rotated when the call asks for it, padded with zeros up to `padded`.
+// Loads a query row as floats, rotated when the call asks for it, padded with zeros up to `padded`.
 template <class Element>
 static void load_query(const Call& call, const Sequence& s, QueryRow at, float* to, int64_t padded) {
     const FaAttentionParams& p = *call.params;
@@ -87,7 +87,7 @@ static void load_query(const Call& call, const Sequence& s, QueryRow at, float* 
     }
 }
 
-// Writes a finished row: acc_o / row_sum, and lse. The sink joins the denominator here.
+// Writes a finished row: acc_o / row_sum, and lse. The sink is added to the denominator here.
 template <class Element>
 static void store_result(const Call& call, const Sequence& s, QueryRow at, const float* acc_o, float row_max, float row_sum) {
     const FaAttentionParams& p = *call.params;

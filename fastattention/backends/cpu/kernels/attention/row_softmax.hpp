@@ -1,32 +1,32 @@
-// The online softmax of rows whose scores lie side by side: tile by tile, scores become weights in place.
+// The online softmax of rows with contiguous scores: tile by tile, scores become weights in place.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// What is kept of a row from tile to tile.
+// The running state of a row from tile to tile.
 struct RunningRow {
-    float* max;  // of its scores, see ScoreUnits
-    float* sum;  // of its weights, a vector of partial sums
+    float* max;  // maximum of its scores, see ScoreUnits
+    float* sum;  // sum of its weights, as a vector of partial sums
     float* acc_o;
-    int64_t columns;  // of acc_o, a multiple of the vector width
+    int64_t columns;  // columns of acc_o, a multiple of the vector width
 };
 
-// What a tile's scores and weights are multiplied with, null for nothing: the scales of keys and values in a quantized cache,
-// or what dropout does to weights. As many as scores, whole vectors.
+// Factors of a tile's scores and weights, one per score, in whole vectors; null for none. They are the scales of keys and
+// values in a quantized cache, or the dropout factors of weights.
 struct TileScales {
     const float* keys = nullptr;
     const float* values = nullptr;
 };
 
-// Unit: what the weights are multiplied as.
+// Unit: the unit of products with the weights.
 template <class Unit>
 class RowSoftmax {
 public:
     RowSoftmax(const Call& call, const Sequence& sequence)
         : call_(call), sequence_(sequence), units_(ScoreUnits::of(*call.params)) {}
 
-    // scores: of a tile of keys from `key` on, of which the row sees those from `begin` to `end`. They become weights
-    // relative to the row's maximum, 0 where hidden and up to `padded`; what was accumulated before is rescaled.
+    // Turns scores of a tile of keys, starting at `key`, into weights relative to the row's maximum, and rescales what was
+    // accumulated before. The row sees scores `begin` to `end`. Weights are 0 where hidden, and up to `padded`.
     void update(QueryRow at, float* scores, int64_t key, int64_t begin, int64_t end, int64_t padded, RunningRow row,
                 TileScales scales = {}) const {
         if (begin >= end) return clear(scores, padded);
@@ -34,17 +34,17 @@ public:
         weigh(scores, begin, end, padded, row, scales.values);
     }
 
-    // The first half of that, of n keys from `key` on: products become scores.
+    // The first half of `update`: turns products with n keys, starting at `key`, into scores.
     void modify(QueryRow at, float* scores, int64_t key, int64_t n, const float* key_scales) const {
         if (key_scales) multiply(scores, key_scales, n);
         if (units_.modified) modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, n);
     }
 
-    // Whether that is more than to multiply.
+    // Whether `modify` does more than multiply.
     bool modifies() const { return units_.modified; }
 
-    // The second: scores become weights, times the scales of values unless these are null. known: the highest of all scores,
-    // lane by lane, null when they are to be looked at.
+    // The second half: turns scores into weights, times the scales of values unless these are null. known: the highest score
+    // in each lane, or null if it is not known.
     void weigh(float* scores, int64_t begin, int64_t end, int64_t padded, RunningRow row, const float* value_scales,
                const Vec* known = nullptr) const {
         if (begin >= end) return clear(scores, padded);
@@ -64,7 +64,7 @@ public:
     }
 
 private:
-    // Two chains of maxima: one would take as long as the exponentials.
+    // Uses two chains of maxima: one would take as long as the exponentials.
     static Vec highest_of(const float* scores, int64_t n) {
         Vec even = load(scores), odd = even;
         int64_t j = Vec::kWidth;
@@ -80,8 +80,8 @@ private:
         for (int64_t j = 0; j < n; j += Vec::kWidth) store(scores + j, load(scores + j) * load(by + j));
     }
 
-    // Writes the weights of scores, times the scales of the values, over the scores and returns their sum without these,
-    // lane by lane. Pairs are written as bfloat16 from the start of the row: never ahead of what is still to be read.
+    // Overwrites scores with their weights, times the scales of the values, and returns the sum of unscaled weights in each
+    // lane. Pairs are written as bfloat16 from the start of the row; writes never overtake reads.
     template <bool kScaled>
     Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {
         const auto [scale, shift] = units_.exponent(broadcast(max));

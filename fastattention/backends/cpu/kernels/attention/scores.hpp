@@ -1,16 +1,16 @@
-// From raw products q . k to the scores that enter the softmax: scale, softcap, ALiBi and bias. And from scores to weights.
+// Turns raw products q . k into scores for the softmax: scale, softcap, ALiBi and bias. Also defines exponents of weights.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// What the scores of one row (a query token of a query head) need.
+// The modifiers of the scores of one row, a query token of a query head.
 struct ScoreRow {
     float scale;        // softmax_scale
     float softcap;      // 0 is off
-    float slope;        // ALiBi; 0 without
+    float slope;        // ALiBi slope; 0 if off
     int64_t diagonal;   // the key on the row's diagonal: ALiBi measures the distance from it
     const char* bias;   // bias of key 0, or null
-    int64_t bias_stride;  // of a key, in bytes
+    int64_t bias_stride;  // from key to key, in bytes
     int64_t bias_dtype;
 };
 
@@ -19,9 +19,9 @@ FA_INLINE bool modifies_scores(const FaAttentionParams& p) {
     return p.softcap != 0.0 || p.alibi_slopes != nullptr || p.attn_bias != nullptr || p.softmax_scale <= 0.0;
 }
 
-// Units of a call's scores and of the running maxima of its rows. Where nothing modifies scores they stay products, and
-// maxima are in log2 units: the scale and the change of base are one multiplication inside the exponential. Modified scores
-// and their maxima are natural: in log2 units the lowest bias would not be finite.
+// Units of a call's scores and of the running maxima of its rows. If nothing modifies scores they stay products, and maxima
+// are in log2 units: the scale and the change of base are then one multiplication inside the exponential. Modified scores
+// and their maxima are natural, as in log2 units the lowest bias would not be finite.
 struct ScoreUnits {
     bool modified;
     float of_max;       // from scores to maxima
@@ -37,8 +37,8 @@ struct ScoreUnits {
         Vec scale, shift;
     };
 
-    // Relative to the running maxima of rows. Of a row that has seen no key: with any finite shift, -inf becomes 0 and a NaN
-    // is not lost. Next to a score that log2 units could not hold, all others are nothing, whatever the base.
+    // Exponents relative to the running maxima of rows. The shift of a row that has seen no key is finite, so -inf becomes 0
+    // and a NaN is not lost. If a maximum is too large for log2 units, the weights of all lower scores vanish in any base.
     Exponent exponent(Vec max) const {
         constexpr float kMostInLog2 = kLargest / kLog2E;
         Vec scale = broadcast(of_max * log2_of_max), from_max = broadcast(log2_of_max);
@@ -46,7 +46,7 @@ struct ScoreUnits {
         return {scale, select_less(max, broadcast(-kLargest), zero(), zero() - max * from_max)};
     }
 
-    // Factor for what was accumulated relative to a lower maximum.
+    // The factor of what was accumulated relative to a lower maximum.
     float rescaling(float old_max, float new_max) const { return exp2((old_max - new_max) * log2_of_max); }
 };
 
@@ -79,8 +79,8 @@ FA_INLINE Vec bias_of(const ScoreRow& row, int64_t key, int n) {
     return load_bias<Float16>(bias, row.bias_stride, n);
 }
 
-// The natural scores of a vector of raw products with keys from `key` on, of which n are there. slope: becomes what a score
-// changes by when its scaled product does, which the softcap bends; null when not wanted.
+// Returns the natural scores of a vector of raw products with keys from `key` on, of which n exist. slope: set to the
+// derivative of a score by its scaled product, which differs from 1 under a softcap; null if not needed.
 FA_INLINE Vec modified_scores(const ScoreRow& row, Vec products, int64_t key, int64_t n, Vec* slope = nullptr) {
     Vec s = products * broadcast(row.scale);
     if (slope) *slope = broadcast(1.0f);
@@ -97,7 +97,7 @@ FA_INLINE Vec modified_scores(const ScoreRow& row, Vec products, int64_t key, in
     return s;
 }
 
-// scores[i], the raw products of keys first_key + i for i < n, become natural scores. `scores` has room for whole vectors.
+// Turns scores[i], the raw products with keys first_key + i for i < n, into natural scores, in whole vectors.
 static void modify_scores(const ScoreRow& row, float* scores, int64_t first_key, int64_t n) {
     for (int64_t i = 0; i < n; i += Vec::kWidth)
         store(scores + i, modified_scores(row, load(scores + i), first_key + i, n - i));

@@ -1,4 +1,4 @@
-// The sequences of a call: where their tokens lie, and which keys their queries see.
+// The sequences of a call: addresses of their tokens, and which keys their queries see.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace fastattention {
 
-int64_t size_of(int64_t dtype);  // of an element, in bytes
+int64_t size_of(int64_t dtype);  // bytes per element
 
 struct KeyRange {
     int64_t begin, end;

@@ -9,7 +9,7 @@
 namespace fastattention {
 namespace {
 
-// What is kept for the next call: enough for long prompts, too little to be missed. Larger buffers are returned at once.
+// The most that is kept for the next call: enough for long prompts, but no burden. Larger buffers are freed at once.
 constexpr size_t kKeptBytes = size_t{64} << 20;
 constexpr size_t kHugePage = size_t{2} << 20;
 
@@ -17,7 +17,7 @@ std::mutex mutex;
 char* kept = nullptr;
 size_t kept_size = 0;
 
-// Held while the process forks: in the child it would stay locked by a thread that is not there.
+// The mutex is held during a fork: in the child it would otherwise stay locked by a thread that does not exist there.
 void lock() { mutex.lock(); }
 void unlock() { mutex.unlock(); }
 const bool keeps_buffers = pthread_atfork(lock, unlock, unlock) == 0;
@@ -25,7 +25,7 @@ const bool keeps_buffers = pthread_atfork(lock, unlock, unlock) == 0;
 char* allocate(size_t bytes) {
     if (bytes < kHugePage) return static_cast<char*>(std::aligned_alloc(64, bytes));
     char* data = static_cast<char*>(std::aligned_alloc(kHugePage, bytes));
-    if (data != nullptr) madvise(data, bytes, MADV_HUGEPAGE);  // advice: failing changes nothing but speed
+    if (data != nullptr) madvise(data, bytes, MADV_HUGEPAGE);  // only advice: failure costs nothing but speed
     return data;
 }
 

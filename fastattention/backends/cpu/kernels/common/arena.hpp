@@ -1,11 +1,11 @@
-// Working memory that is kept between calls: fresh pages cost more than the arithmetic that fills them.
+// Working memory that is kept between calls, because fresh pages cost more than the arithmetic that fills them.
 #pragma once
 
 #include <cstddef>
 
 namespace fastattention {
 
-// Memory for one call. Takes the kept buffer when no other call holds it, and gives it back when destroyed.
+// Memory for one call. It takes the kept buffer if no other call holds it, and returns it when destroyed.
 class Arena {
 public:
     explicit Arena(size_t bytes);
@@ -13,7 +13,7 @@ public:
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    // Null when there is not enough memory. Aligned to 64 bytes.
+    // Null if there is not enough memory. Aligned to 64 bytes.
     char* data() const { return data_; }
 
 private:

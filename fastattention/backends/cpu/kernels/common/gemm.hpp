@@ -1,25 +1,23 @@
-// The matrix product that all families use: C = A B or C += A B, on operands of 32-bit units.
+// The matrix product of all families: C = A B or C += A B, on operands of 32-bit units.
 //
-// A is (rows, depth), row-major; B is (depth, columns), row-major; C is float. A unit is one float, or a pair of bfloat16
-// or a quad of int8 that one instruction multiplies and adds. All arrive as float*: broadcasts and loads only move bits. C
-// of quads is int32 in the memory of floats. B may also be stored in other units, which become one or two of these when they
-// are loaded.
+// A is (rows, depth), row-major; B is (depth, columns), row-major; C is float. A unit is one float, or a pair of bfloat16 or
+// a quad of int8 that one instruction multiplies and adds. All are passed as float*, as broadcasts and loads only move bits.
+// C of quads is int32 in the memory of floats. B may also be stored in other units, which a load turns into one or two units.
 #pragma once
 
 namespace FA_NAMESPACE {
 
 // The members of a unit:
-//   kElements   elements a unit of A holds
-//   kOffset     what is added to elements of A, whose instruction wants them without a sign: sums begin with a row before B
-//               that takes it away again
-//   kRowStep    rows of A and C come in multiples of this
-//   kDepthStep  so does the depth
-//   begin, end  called by a thread around a sequence of products
+//   kElements   elements per unit of A
+//   kOffset     added to elements of A, whose instruction takes unsigned ones; sums begin with a row before B that undoes it
+//   kRowStep    rows of A and C are multiples of this
+//   kDepthStep  the depth is a multiple of this
+//   begin, end  called by a thread before and after a sequence of products
 //   Stored      a unit of B in memory
-//   kOperands   units of A that go with one of B
-//   start       what a vector of sums begins with
-//   load_units  a vector of units of B, as that many operands
-//   pack        a vector of units of two elements
+//   kOperands   units of A for one unit of B
+//   start       the initial value of a vector of sums
+//   load_units  loads a vector of units of B as kOperands operands
+//   pack        packs two vectors of elements to a vector of units
 // Register tile: with six rows, the accumulators, one vector of A and kVectors of B fill the registers.
 static constexpr int kRows = 6;
 static constexpr int kVectors = Vec::kRegisters == 32 ? 4 : 2;
@@ -77,7 +75,7 @@ struct Int8Quad : VectorUnit {
 };
 #endif
 
-// What is prefetched while a product reads B: nothing, or the memory `bytes` further on.
+// Prefetching while a product reads B: none, or of the memory `bytes` further on.
 struct FetchNothing {
     FA_INLINE void fetch(const void*, int64_t) {}
 };
@@ -88,7 +86,7 @@ struct FetchAhead {
     }
 };
 
-// kRowCount rows of C, kUsed vectors wide.
+// Multiplies kRowCount rows of C, kUsed vectors wide.
 template <class Unit, int kRowCount, int kUsed, bool kAccumulate, class Fetch = FetchNothing>
 FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride,
                              int64_t depth, float* c, int64_t c_stride, Fetch ahead = {}) {
@@ -117,7 +115,7 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) {
             float* at = c + i * c_stride + j * Vec::kWidth;
-            // Added at the end: sums of sums are nearer than one long sum.
+            // C is added at the end: sums of sums are more accurate than one long sum.
             store(at, kAccumulate ? acc[i][j] + load(at) : acc[i][j]);
         }
 }
@@ -130,7 +128,7 @@ FA_INLINE void multiply_rows(const float* a, int64_t a_stride, const float* b, i
                                                        c_stride);
 }
 
-// rows: a multiple of Unit::kRowStep; columns: a multiple of the vector width, up to kPanel.
+// Multiplies by a panel of B. rows: a multiple of Unit::kRowStep; columns: a multiple of the vector width, up to kPanel.
 template <bool kAccumulate, class Unit>
 static void multiply_panel(Unit, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                            int64_t c_stride, int64_t rows, int64_t columns) {

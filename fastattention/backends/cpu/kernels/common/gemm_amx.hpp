@@ -5,8 +5,8 @@ namespace FA_NAMESPACE {
 
 static constexpr int kAmxTile = 16;  // rows of a tile, units of its depth, columns of its result
 
-// All eight tile registers take 16 rows of 64 bytes. A constant in memory: the intrinsic tells the compiler of only eight of
-// the bytes it reads, so that stores to a local one are dropped.
+// All eight tile registers have 16 rows of 64 bytes. This is a constant because the intrinsic declares only eight of the
+// bytes that it reads: stores to a local variable would be dropped.
 alignas(64) static const struct {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -30,12 +30,12 @@ struct AmxUnit {
 using AmxPair = AmxUnit<2>;
 using AmxQuad = AmxUnit<4>;
 
-// Tile c += tile a times tile b: the instructions take register numbers as literals, which only a macro can pass on.
+// Tile c += tile a times tile b. The instructions take register numbers as literals, which only a macro can pass on.
 #define FA_TILE_DOT(c, a, b)                                   \
     if constexpr (Unit::kElements == 4) _tile_dpbssd(c, a, b); \
     else _tile_dpbf16ps(c, a, b)
 
-// C of two by two tiles, or fewer at the edges, in registers 0 to 3; A in 4 and 5, B in 6 and 7.
+// Multiplies two by two tiles of C, or fewer at the edges. Registers 0 to 3 hold C, 4 and 5 hold A, 6 and 7 hold B.
 template <class Unit, bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
 FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                             int64_t c_stride, Fetch ahead) {

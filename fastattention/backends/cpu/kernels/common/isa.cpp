@@ -9,7 +9,7 @@
 #include <unistd.h>
 #endif
 
-// Weak, so that a build may leave some out (FASTATTENTION_ISAS): their addresses are null then.
+// Weak, so that a build may omit some (FASTATTENTION_ISAS): their addresses are then null.
 #define FA_DECLARE_ISA(name)                                           \
     namespace name {                                                   \
     extern const fastattention::Kernels kernels __attribute__((weak)); \
@@ -31,7 +31,7 @@ bool leaf7_bit(unsigned subleaf, int reg, int bit) {
     return regs[reg] >> bit & 1;
 }
 
-// Linux keeps AMX's large registers from a process until it asks for them.
+// Linux denies AMX's large registers to a process until it asks for them.
 bool may_use_amx() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -82,7 +82,7 @@ bool has_int8_dot(Int8Dot dot) {
     if (dot == Int8Dot::kAvxVnni) return leaf7_bit(1, kEax, 4);
     if (dot == Int8Dot::kAvx512Vnni) return __builtin_cpu_supports("avx512vnni");
 #endif
-    return dot == Int8Dot::kAmx;  // such kernels are listed only where AMX has it
+    return dot == Int8Dot::kAmx;  // kernels for AMX are listed only if AMX has int8
 }
 
 }  // namespace fastattention

@@ -12,7 +12,7 @@ enum class Int8Dot { kNone, kAvxVnni, kAvx512Vnni, kAmx };
 int num_isas();
 const Kernels& isa_kernels(int index);
 
-// Whether this processor has these instructions; false for none.
+// Whether this processor has these instructions; false for kNone.
 bool has_int8_dot(Int8Dot dot);
 
 }  // namespace fastattention

@@ -1,4 +1,4 @@
-// Vector exponential and hyperbolic tangent. Error bounds are those of docs/internals/numerics.md, which tests measure.
+// Vector exponential and hyperbolic tangent. docs/internals/numerics.md has their error bounds, and tests measure them.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -7,7 +7,7 @@ namespace FA_NAMESPACE {
 // is rounded to bfloat16 anyway). Minimax polynomials of 2^f on [-1/2, 1/2], exact at 0.
 template <bool kPrecise = true>
 FA_INLINE Vec exp2(Vec x) {
-    x = maximum(broadcast(-160.0f), x);  // in this order a NaN stays
+    x = maximum(broadcast(-160.0f), x);  // in this order a NaN is kept
     const Vec n = round_nearest(x);
     const Vec f = x - n;
     Vec p;
@@ -34,7 +34,7 @@ FA_INLINE float exp2(float x) {
     return lanes[0];
 }
 
-// Odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
+// An odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
 FA_INLINE Vec tanh(Vec x) {
     const Vec magnitude = absolute(x);
     const Vec square = x * x;
@@ -52,7 +52,7 @@ FA_INLINE Vec tanh(Vec x) {
     return select_less(magnitude, broadcast(0.625f), small, large);
 }
 
-// log2 of a positive float: only used once a row.
+// log2 of a positive float. It is used only once per row.
 FA_INLINE float log2(float x) { return __builtin_log2f(x); }
 
 }  // namespace FA_NAMESPACE

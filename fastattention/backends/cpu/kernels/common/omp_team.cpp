@@ -11,17 +11,17 @@
 namespace fastattention {
 namespace {
 
-// From sample to sample: some ticks of the system, by which it counts what threads that run have spent.
+// The time between samples: several ticks of the system, which accounts processor time of running threads in ticks.
 constexpr double kSampleSeconds = 0.025;
 
-// The least share of that time which the caller and the OpenMP team have spent on processors if they are awake. Less than
-// all: others run there too, workers of ours among them. After 10 milliseconds without work the team sleeps.
+// The caller and the OpenMP team count as awake if they spent at least this share of that time on processors. It is less
+// than 1, as other threads, such as our workers, run there too. After 10 milliseconds without work the team sleeps.
 constexpr double kLeastShare = 0.75;
 
 std::atomic<decltype(OpenMp::parallel)> parallel{nullptr};
 std::atomic<decltype(OpenMp::max_threads)> max_threads{nullptr};
 thread_local bool declines = false;
-thread_local int known_team = 1;  // the team that the calling thread has, or could have had lately
+thread_local int known_team = 1;  // threads of the calling thread's last team, which can be started again
 
 struct ParallelLoop {
     int64_t count;
@@ -32,7 +32,7 @@ struct ParallelLoop {
     std::atomic<int> slots{0};
 };
 
-// Every thread of the team comes here, wanted or not.
+// Every thread of the team runs this, even if there are more than the loop needs.
 void help(void* data) {
     ParallelLoop& loop = *static_cast<ParallelLoop*>(data);
     const int slot = loop.slots.fetch_add(1, std::memory_order_relaxed);
@@ -42,7 +42,7 @@ void help(void* data) {
     }
 }
 
-// Whether so many more threads can be had at once.
+// Whether `count` more threads can be started at once.
 bool can_start(int count) {
     const SignalBlock signals_blocked;
     std::mutex gate;
@@ -99,14 +99,14 @@ bool run_on_omp_team(int64_t count, int num_threads, Task task, void* context) {
     if (run == nullptr || most == nullptr || declines) return false;
     const int team = most();
     if (team < num_threads) return false;
-    // OpenMP makes a team for every thread that calls it, and ends the process when it cannot start one of its threads.
+    // OpenMP creates a team for every thread that calls it, and ends the process if it cannot start one of its threads.
     if (team > known_team && !can_start(team - 1)) {
         decline_omp_team();
         return false;
     }
     known_team = team;
     ParallelLoop loop{count, num_threads, task, context};
-    run(help, &loop, 0, 0);  // 0: as many as torch has, or threads would end now and begin again with its next operation
+    run(help, &loop, 0, 0);  // 0: as many as torch uses, or threads would end now and start again with its next operation
     return true;
 }
 

@@ -1,4 +1,4 @@
-// Loops that run at the limits of a core: what `fastattention bench` measures fractions of.
+// Loops that run at the limits of a core. `fastattention bench` reports speed as a fraction of them.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -21,7 +21,7 @@ FA_INLINE float run_chains(int64_t iterations, Step&& step) {
 }
 
 static double fma_loop(int64_t iterations) {
-    // Opaque to the compiler, and neither overflowing nor denormal.
+    // Values that the compiler does not know, and whose products neither overflow nor become denormal.
     volatile float factor_value = 0.5f, term_value = 0.25f;
     const Vec factor = broadcast(factor_value), term = broadcast(term_value);
     volatile float sink = run_chains(iterations, [&](Vec acc) { return fma(acc, factor, term); });
@@ -47,7 +47,7 @@ static double bf16_dot_loop(int64_t iterations) {
 }
 #elif defined(FA_HAS_BF16_DOT)
 static double bf16_dot_loop(int64_t iterations) {
-    volatile float ones_value = 1.00196078f;  // as bits: two bfloat16 near 1
+    volatile float ones_value = 1.00196078f;  // its bits are two bfloat16 near 1
     const Vec ones = broadcast(ones_value);
     volatile float sink = run_chains(iterations, [&](Vec acc) { return dot_pairs(acc, ones, ones); });
     (void)sink;
@@ -55,7 +55,7 @@ static double bf16_dot_loop(int64_t iterations) {
 }
 #endif
 
-// Reads bytes as fast as memory gives them.
+// Reads bytes at the speed of memory.
 static uint64_t read_loop(const char* data, int64_t bytes) {
     constexpr int64_t kStep = 4 * Vec::kWidth * sizeof(float);
     Vec acc[4] = {zero(), zero(), zero(), zero()};

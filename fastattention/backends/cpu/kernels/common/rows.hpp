@@ -3,7 +3,7 @@
 
 namespace FA_NAMESPACE {
 
-// Floats between rows of tiles and matrices in working memory: without them all rows would fall into the same cache sets.
+// Floats of padding between rows of tiles and matrices in working memory. Otherwise all rows would be in the same cache sets.
 static constexpr int64_t kRowPadding = 16;
 
 // to[0..n) = from[0..n); `to` is padded with zeros up to `padded`.
@@ -34,7 +34,7 @@ FA_INLINE void store_scaled(const float* from, Vec factor, Element* to, int64_t 
     if (i < n) store_partial(to + i, load(from + i) * factor, static_cast<int>(n - i));
 }
 
-// Elements of two rows as pairs, n of them.
+// Interleaves n elements of two rows to pairs.
 FA_INLINE void pair_row(const Bfloat16* first, const Bfloat16* second, float* pairs, int64_t n) {
     auto* to = reinterpret_cast<uint32_t*>(pairs);
     for (int64_t c = 0; c < n; ++c) to[c] = first[c].bits | static_cast<uint32_t>(second[c].bits) << 16;

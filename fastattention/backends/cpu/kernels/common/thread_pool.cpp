@@ -17,8 +17,8 @@
 namespace fastattention {
 namespace {
 
-// Workers look for work this often before they sleep. About 20 microseconds: longer than the gap between the stages of a
-// call, too short to disturb another thread of the same core.
+// Workers look for work this many times before they sleep. That takes about 20 microseconds: longer than the gap between the
+// stages of a call, and too short to disturb another thread of the same core.
 constexpr int kSpins = 400;
 
 // The same when work is about to come: about two milliseconds.
@@ -61,7 +61,7 @@ private:
         while (working_.load(std::memory_order_acquire) != 0) wait_for_helpers();
     }
 
-    // To `wanted` workers, or as many as the system allows now.
+    // Starts workers until there are `wanted`, or as many as the system allows now.
     void grow(int wanted) {
         if (num_workers_ >= wanted) return;
         const SignalBlock signals_blocked;
@@ -80,7 +80,7 @@ private:
         }
     }
 
-    // Spent on processors, by all of them.
+    // The processor time of all workers.
     double worker_seconds() const {
         double total = 0.0;
         for (const clockid_t clock : clocks_) total += clock_seconds(clock);
@@ -124,11 +124,11 @@ private:
         done_.wait(lock, [&] { return working_.load(std::memory_order_acquire) == 0; });
     }
 
-    std::mutex owner_;  // held by the one caller that the workers serve
+    std::mutex owner_;  // held by the caller that uses the workers
     std::mutex mutex_;  // guards the job below
     std::condition_variable wake_, done_;
     int num_workers_ = 0;
-    std::vector<clockid_t> clocks_;  // of the workers
+    std::vector<clockid_t> clocks_;  // clocks of the workers' processor time
     OmpActivityProbe omp_activity_;  // guarded by owner_
     std::atomic<uint64_t> generation_{0};
     std::atomic<int64_t> next_{0};
@@ -141,8 +141,8 @@ private:
     void* context_ = nullptr;
 };
 
-// Never destroyed: workers may still be parked in it when the process ends, and a forked child, which inherits no
-// threads, starts a new one. Null where there is no memory for that: callers work alone.
+// The pool is never destroyed: workers may still wait in it when the process ends. A forked child inherits no threads, and
+// starts a new pool. It is null if there is no memory for it; callers then work alone.
 Pool* pool = nullptr;
 
 void renew_pool() {
@@ -150,7 +150,7 @@ void renew_pool() {
     pool = new (std::nothrow) Pool;
 }
 
-// When the library is loaded: a fork must not find it half done.
+// The pool is created when the library is loaded, so that a fork never finds it half initialized.
 [[maybe_unused]] const bool started = [] {
     if (pthread_atfork(nullptr, nullptr, renew_pool) == 0) renew_pool();
     return true;

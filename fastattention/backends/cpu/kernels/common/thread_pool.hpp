@@ -1,4 +1,4 @@
-// A small pool of threads, and those of torch while they are awake (omp_team.hpp).
+// A small thread pool, which uses torch's threads while they are awake (omp_team.hpp).
 #pragma once
 
 #include <signal.h>
@@ -9,8 +9,8 @@ namespace fastattention {
 
 // Calls task(context, index, slot) once for every index in [0, count), on up to num_threads threads of which the caller is
 // one, and returns when all are done. Indices are handed out in order, one at a time; slot is below num_threads and is
-// held by one thread at a time. When another thread is using the pool, the caller does all of the work itself; when the
-// system allows no further thread, those that there are do it. A task throws nothing.
+// held by one thread at a time. If another thread is using the pool, the caller does all of the work itself. If the
+// system allows no further threads, the existing ones do the work. A task throws nothing.
 using Task = void (*)(void* context, int64_t index, int slot);
 void parallel_for(int64_t count, int num_threads, Task task, void* context);
 
@@ -21,8 +21,7 @@ void parallel_for(int64_t count, int num_threads, Work&& work) {
     parallel_for(count, num_threads, static_cast<Task>(call), &work);
 }
 
-// While there is one, work is about to come: workers look for it for some milliseconds before they sleep, unless they are as
-// many as the machine has cores.
+// Announces work while it exists: workers spin for some milliseconds before they sleep, unless they use all cores.
 class StandBy {
 public:
     StandBy();
@@ -31,8 +30,8 @@ public:
     StandBy& operator=(const StandBy&) = delete;
 };
 
-// Threads that are started while there is one leave the signals of the process to its other threads: a program may wait for
-// some of them in a thread that it has chosen. Faults of a thread's own, and profilers' signals, reach it.
+// Threads that are started while this exists block the signals of the process, as a program may wait for some of them in a
+// thread of its choice. They still get their own faults and the signals of profilers.
 class SignalBlock {
 public:
     SignalBlock();
@@ -44,7 +43,7 @@ private:
     sigset_t before_;
 };
 
-// Lets the other thread of a core go on for a moment.
+// Yields the core to its other hardware thread for a moment.
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();

@@ -8,11 +8,11 @@
 namespace fastattention {
 namespace {
 
-// How long the queue looks for a job to become ready without resting: longer than a GPU takes from one layer in host memory
-// to the next.
+// How long the queue polls for a job to become ready before it sleeps between polls: longer than a GPU takes from one layer
+// in host memory to the next.
 constexpr std::chrono::milliseconds kEager{20};
 constexpr std::chrono::microseconds kRest{100};
-constexpr int kLooks = 64;  // between those at the clock, which let others run
+constexpr int kLooks = 64;  // polls between readings of the clock, after which other threads may run
 
 }  // namespace
 
@@ -46,7 +46,7 @@ uint32_t WorkQueue::newest() {
 }
 
 void WorkQueue::work() {
-    decline_omp_team();  // workers stand by for it, and OpenMP would start a team of threads for this one
+    decline_omp_team();  // our workers stand by, and OpenMP would start another team for this thread
     for (;;) {
         Job job;
         {
@@ -62,7 +62,7 @@ void WorkQueue::work() {
     }
 }
 
-// Whether it is, and not the end of the queue.
+// Returns true when the job is ready, false when the queue ends first.
 bool WorkQueue::wait_until_ready(uint32_t number) const {
     const StandBy stand_by;
     const auto start = std::chrono::steady_clock::now();

@@ -1,5 +1,5 @@
 // A thread that runs jobs in order, each once a counter in memory has reached the job's number. A GPU writes such a counter
-// in microseconds; a host callback takes it a tenth of a millisecond.
+// in microseconds, while a host callback takes a tenth of a millisecond.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,8 @@ class WorkQueue {
 public:
     using Function = void (*)(void* argument);
 
-    // Others count *ready up and this thread counts *done up, both in numbers of jobs, modulo 2^32 and from 0. They must
-    // outlive the queue. Throws std::system_error when the system allows no further thread.
+    // Other threads or GPUs set *ready to numbers of jobs, and this thread sets *done, modulo 2^32 and from 0. Both must
+    // outlive the queue. Throws std::system_error if the system allows no further thread.
     WorkQueue(const uint32_t* ready, uint32_t* done);
     WorkQueue(const WorkQueue&) = delete;
     WorkQueue& operator=(const WorkQueue&) = delete;
@@ -43,7 +43,7 @@ private:
 
     const uint32_t* const ready_;
     uint32_t* const done_;
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;  // guards the members below
     std::condition_variable pushed_;
     std::deque<Job> jobs_;
     uint32_t newest_ = 0;

@@ -1,19 +1,20 @@
-// Linear attention in chunks of tokens: each chunk is a few matrix products, and hands its state to the next.
+// Linear attention in chunks of tokens: each chunk is a few matrix products, and passes its state to the next.
 //
-// fastattention/backends/torch/linear.py has the formulas. Weights between tokens, products of the gates between them,
-// grow row by row from gates, so that strong ones neither overflow nor lose digits. With a gate for every key dimension a chunk
-// consists of parts of 16 tokens. Within a part scores are summed up one by one. Between two, queries carry the gates from the
-// beginning of theirs on, keys those up to the end of theirs, and queries those of the parts in between.
+// fastattention/backends/torch/linear.py has the formulas. Weights between tokens are products of the gates between them.
+// They are built gate by gate, row by row, so that strong gates neither overflow nor lose digits. With a gate for every key
+// dimension a chunk consists of parts of 16 tokens. Within a part, scores are summed one by one. Between two parts, queries
+// are multiplied by the gates from the beginning of their part on and of the parts in between, keys by the gates up to the
+// end of their part.
 #pragma once
 
 namespace FA_NAMESPACE {
 
 static constexpr int64_t kPartTokens = 16;
-// Key dimensions that are worked on at a time within a part: as many vectors as registers hold.
+// Key dimensions that are processed at a time within a part: as many vectors as registers hold.
 static constexpr int64_t kPartVectors = 4, kPartColumns = kPartVectors * Vec::kWidth;
 static constexpr int64_t kPartTileRows = (kPartTokens + kRows - 1) / kRows * kRows;
 
-// Where the buffers of a chunk lie, in floats from the beginning of the working memory.
+// The offsets of the buffers of a chunk, in floats from the beginning of the working memory.
 template <class Unit>
 struct LinearLayout {
     // Scores form a triangle. It is computed in steps of this many rows, each step up to its diagonal.
@@ -23,8 +24,8 @@ struct LinearLayout {
     static_assert(Unit::kElements <= 2);
 
     int64_t chunk;
-    int64_t key_columns;  // headdim_k in whole parts
-    int64_t key_depth, key_rows;  // as the depth of a product, and as the rows of its result
+    int64_t key_columns;  // headdim_k, padded to a multiple of kPartColumns
+    int64_t key_depth, key_rows;  // headdim_k, padded as the depth of a product and as the rows of its result
     int64_t key_stride, value_stride;
     int64_t state_floats;
     int64_t keys, queries, keys_t, scores, held, values, states, gates, row, left, right, total;
@@ -41,8 +42,8 @@ struct LinearLayout {
             at += round_up(floats, kRowPadding);
             return here;
         };
-        const int64_t tokens = 2 * chunk;  // keys before queries: rows of one matrix
-        // A tile of rows may reach past the last token.
+        const int64_t tokens = 2 * chunk;  // keys, then queries, as rows of one matrix
+        // A tile of rows may extend past the last token.
         keys = take((tokens + kPartTileRows) * key_stride);
         queries = keys + chunk * key_stride;
         keys_t = take(larger(key_rows, key_columns) * chunk);
@@ -95,7 +96,7 @@ public:
             for (int64_t d = 0; p_.initial_state && d < p_.headdim_k; ++d)
                 widen_row(tokens_.initial_state(d), state_ + d * l_.value_stride, task_.num_columns, task_.num_columns);
         }
-        // Rows past the last token are multiplied, too: they must be finite.
+        // Rows after the last token are multiplied too, so they must be finite.
         memset(keys_, 0, (l_.keys_t - l_.keys) * sizeof(float));
         memset(keys_t_, 0, (l_.scores - l_.keys_t) * sizeof(float));
         memset(scores_, 0, (l_.held - l_.scores) * sizeof(float));
@@ -120,7 +121,7 @@ public:
     }
 
 private:
-    // Prefetches the next chunk, of the next head or of the first.
+    // Prefetches the same chunk of the next head, or the next chunk of the first head.
     __attribute__((always_inline)) void prefetch_next(int64_t first, int64_t h) const {
         if (++h == task_.num_heads) {
             h = 0;
@@ -164,7 +165,7 @@ private:
 
     void run_head_gates() {
         transpose_units(keys_, l_.key_stride, keys_t_, l_.chunk, l_.chunk, round_up(p_.headdim_k, Vec::kWidth));
-        // With the delta rule, keys are multiplied with the state and with other keys, too.
+        // With the delta rule, keys are also multiplied with the state and with other keys.
         const int64_t first = is_delta() ? 0 : l_.chunk, rows = 2 * l_.chunk - first;
         const Operand tokens = left(keys_ + first * l_.key_stride, l_.key_stride, rows, l_.key_depth);
         const Operand keys = right(keys_t_, l_.chunk, l_.key_depth, l_.chunk);
@@ -174,8 +175,8 @@ private:
                                 l_.chunk, Layout::kStepRows, smaller(round_up(i + Layout::kStepRows, Vec::kWidth), l_.chunk));
         multiply<false>(tokens, right(state_, l_.value_stride, l_.key_depth, columns_), l_.key_depth,
                         held_ + first * l_.value_stride, l_.value_stride, rows, columns_);
-        float* const weights = row_;  // of each token, for token i: the product of the gates after it, up to i
-        float* const since = row_ + l_.chunk;  // products of the gates from the beginning of the chunk
+        float* const weights = row_;  // weights[j]: the product of the gates after token j up to token i
+        float* const since = row_ + l_.chunk;  // products of gates since the beginning of the chunk
         memset(weights, 0, l_.chunk * sizeof(float));
         float all = 1.0f;
         for (int64_t i = 0; i < l_.chunk; ++i) {
@@ -188,13 +189,13 @@ private:
         if (is_delta()) solve();
         scale_rows(held_queries(), since);
         add_values();
-        // The weights for the last token say what each value adds to the state.
+        // The weights for the last token are the factors of the values in the state.
         scale_rows(values_, weights);
         for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all));
         add_to_state();
     }
 
-    // Operand A of `rows` rows of floats, and operand B of `depth` of them: as they are, or in pairs of bfloat16.
+    // Make operand A from `rows` rows of floats, and operand B from `depth` rows: in place, or in pairs of bfloat16.
     Operand left(const float* from, int64_t stride, int64_t rows, int64_t depth) const {
         if constexpr (!Layout::kPairs) return {from, stride};
         const int64_t units = depth / 2 + kRowPadding;
@@ -224,14 +225,14 @@ private:
 
     static Vec load_of(const float* from) { return FA_NAMESPACE::load(from); }
 
-    // Weighs the scores of token i with the tokens up to it; those with later tokens become 0.
+    // Weighs the scores of token i with the tokens up to it; scores with later tokens become 0.
     void weigh(int64_t i, float* scores, const float* weights, float factor) const {
         for (int64_t j = 0; j <= i; j += Vec::kWidth)
             store(scores + j, load_of(scores + j) * load_of(weights + j) * broadcast(factor));
         for (int64_t j = i + 1; j < l_.chunk; ++j) scores[j] = 0.0f;
     }
 
-    // Row i of the triangular system, and of its right side: beta * (v - what the state before the chunk holds for the key).
+    // Computes row i of the triangular system and of its right side: beta * (v - what the state holds for the key).
     void weigh_system(int64_t i, const float* weights, float since) {
         const float beta = i < n_ ? tokens_.beta(first_ + i) : 0.0f;
         float* system = scores_ + i * l_.chunk;
@@ -242,8 +243,8 @@ private:
             store(value + c, broadcast(beta) * (load_of(value + c) - broadcast(since) * load_of(held + c)));
     }
 
-    // Solves u_i = right_i + sum_{j<i} system_ij u_j in place of the values. The rows of a tile first add the tiles before
-    // them in one product, then are solved in order. The last tile may write rows past the chunk, which are not read.
+    // Solves u_i = right_i + sum_{j<i} system_ij u_j in place of the values. The rows of a tile first add all earlier tiles
+    // in one product, then are solved in order. The last tile may write rows after the chunk, which are not read.
     void solve() {
         for (int64_t first = 0; first < l_.chunk; first += FloatUnit::kRowStep) {
             const float* system = scores_ + first * l_.chunk;
@@ -264,7 +265,7 @@ private:
         }
     }
 
-    // Results: what the state before the chunk gives, and the values of its tokens.
+    // Adds the weighted values of the chunk's tokens to results, which have the contribution of the state already.
     void add_values() {
         const Operand scores = left(query_scores(), l_.chunk, l_.chunk, l_.chunk);
         const Operand values = right(values_, l_.value_stride, l_.chunk, columns_);
@@ -286,8 +287,8 @@ private:
     }
 
     void run_key_gates() {
-        float* const all = row_;  // gates of all parts before the one at hand, multiplied
-        float* const part_gates = row_ + l_.key_columns;  // gates of each part, multiplied
+        float* const all = row_;  // the product of all gates before the current part
+        float* const part_gates = row_ + l_.key_columns;  // the product of the gates of each part
         for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) store(all + d, broadcast(1.0f));
         for (int64_t part = 0; part < l_.chunk / kPartTokens; ++part) {
             const int64_t first = part * kPartTokens;
@@ -311,7 +312,7 @@ private:
         for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) store(row + d, load_of(row + d) * load_of(factors + d));
     }
 
-    // Scores of the tokens of a part among themselves. Queries then carry the gates of the part up to theirs.
+    // Computes the scores among the tokens of a part, and multiplies queries by the gates of the part up to theirs.
     void score_part(int64_t first) {
         for (int64_t i = first; i < first + kPartTokens; ++i) {
             Vec sums[kPartTokens];
@@ -335,7 +336,7 @@ private:
         }
     }
 
-    // Multiplies each key of a part by the gates after it, up to the end of the part. gates_of_part becomes the product of
+    // Multiplies each key of a part by the gates after it, up to the end of the part. gates_of_part: set to the product of
     // all gates of the part.
     void carry_keys(int64_t first, float* gates_of_part) {
         for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) {
@@ -351,8 +352,8 @@ private:
                         round_up(p_.headdim_k, Vec::kWidth));
     }
 
-    // Scores of the tokens of a part with those of the parts before it. Whole tiles of rows are multiplied: the scores of the
-    // next part that this writes are written again.
+    // Computes the scores of the tokens of a part with tokens of earlier parts. Whole tiles of rows are multiplied: scores
+    // of the next part that this writes are overwritten later.
     void score_parts_before(int64_t part, const float* part_gates) {
         const int64_t first = part * kPartTokens;
         float* const rows = row_ + (1 + l_.chunk / kPartTokens) * l_.key_columns;
@@ -395,7 +396,7 @@ private:
     float* const row_;
     float* const left_;
     float* const right_;
-    float* state_ = nullptr;  // of the head at hand
+    float* state_ = nullptr;  // the state of the current head
     int64_t first_ = 0, n_ = 0;
 };
 

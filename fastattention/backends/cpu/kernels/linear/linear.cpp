@@ -1,4 +1,4 @@
-// Linear attention: sequences, heads and columns of values become tasks of the thread pool.
+// Splits linear attention into tasks of the thread pool, by sequences, heads and columns of values.
 #include <algorithm>
 #include <exception>
 #include <vector>
@@ -11,11 +11,11 @@
 namespace fastattention {
 namespace {
 
-// The columns of a task are a multiple of this. Fewer would repeat the scores of a chunk in more tasks; token by token, the
-// state of more columns would not fit the L1 cache.
+// The columns of a task are a multiple of this. With fewer columns, more tasks would repeat the scores of a chunk. With
+// more, the state would not fit the L1 cache when computing token by token.
 constexpr int64_t kColumns = 64;
 constexpr int64_t kTasksOfThread = 2;
-// Up to this many tokens, reading and writing the state dominates. Threads then share no head if there are enough heads:
+// Up to this many tokens, reading and writing the state dominates. Threads then share no head if there are enough heads, as
 // each would fetch cache lines that the other is about to write.
 constexpr int64_t kFewTokens = 4;
 // Multiply-adds below which waking another thread costs more than it saves.
@@ -56,7 +56,7 @@ std::vector<LinearTask> tasks_of(const FaLinearParams& p) {
             }
         }
     }
-    // The longest first, so that threads finish together.
+    // The longest tasks come first, so that threads finish together.
     std::stable_sort(tasks.begin(), tasks.end(),
                      [](const LinearTask& a, const LinearTask& b) { return a.num_tokens > b.num_tokens; });
     return tasks;
@@ -79,7 +79,7 @@ bool linear(const LinearKernels& kernels, const FaLinearParams& p) {
         parallel_for(static_cast<int64_t>(tasks.size()), threads,
                      [&](int64_t index, int slot) { kernels.run(p, tasks[index], working + slot * scratch); });
         return true;
-    } catch (const std::exception&) {  // std::bad_alloc of the list; tasks throw nothing
+    } catch (const std::exception&) {  // no memory for the list; tasks throw nothing
         return false;
     }
 }

@@ -1,7 +1,7 @@
 // The arguments of linear attention.
 //
 // Every field is eight bytes wide, so that the layout is the same for every compiler and for ctypes. Python reads the fields
-// from this file; pointers come first, because each call passes them apart from the rest.
+// from this file. Pointers come first, because each call passes them separately from the rest.
 #pragma once
 
 #include <stdint.h>
@@ -17,21 +17,21 @@ typedef struct FaLinearParams {
     const void* q;  // (batch_size, seqlen, nheads_k, headdim_k)
     const void* k;
     const void* v;  // (batch_size, seqlen, nheads, headdim_v)
-    const void* g;  // (batch_size, seqlen, nheads), and headdim_k when gate_per_key
+    const void* g;  // (batch_size, seqlen, nheads), or (..., nheads, headdim_k) when gate_per_key
     const void* beta;  // (batch_size, seqlen, nheads), or null: gated linear attention
     const float* initial_state;  // (num_sequences, nheads, headdim_k, headdim_v), or null
     const int32_t* cu_seqlens;  // (num_sequences + 1), or null
     int64_t dtype, gate_dtype, beta_dtype;
-    int64_t seqlen, num_sequences;  // of each sequence; of all of them when there is cu_seqlens
+    int64_t seqlen, num_sequences;  // seqlen: of each sequence, or of all together with cu_seqlens
     int64_t nheads, nheads_k, headdim_k, headdim_v;
     int64_t q_stride_batch, q_stride_row, q_stride_head;
     int64_t k_stride_batch, k_stride_row, k_stride_head;
     int64_t v_stride_batch, v_stride_row, v_stride_head;
     int64_t g_stride_batch, g_stride_row, g_stride_head;
     int64_t beta_stride_batch, beta_stride_row, beta_stride_head;
-    int64_t state_stride_sequence, state_stride_head, state_stride_row;  // of initial_state
+    int64_t state_stride_sequence, state_stride_head, state_stride_row;  // strides of initial_state
     int64_t gate_per_key, l2norm;
-    int64_t chunk;  // tokens of a chunk: what the rows and the depth of a product are multiples of; 0: token by token
+    int64_t chunk;  // tokens of a chunk, a multiple of the row and depth steps of products; 0: token by token
     int64_t num_threads;
     double scale;
 } FaLinearParams;

@@ -1,4 +1,4 @@
-// What linear.cpp hands to the kernels of an instruction set, and the table through which it calls them.
+// The tasks that linear.cpp passes to the kernels of an instruction set, and the table of these kernels.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace fastattention {
 
-// What one task computes: some value columns of consecutive heads of one sequence.
+// A task computes some value columns of consecutive heads of one sequence.
 struct LinearTask {
     int64_t sequence, head, num_heads;
-    int64_t batch, first_token;  // where the sequence begins
+    int64_t batch, first_token;  // the beginning of the sequence
     int64_t num_tokens;
     int64_t first_column, num_columns;
 };

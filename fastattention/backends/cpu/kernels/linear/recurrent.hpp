@@ -1,9 +1,9 @@
-// Linear attention token by token. Each token passes over the rows of the state once, with the delta rule twice.
+// Linear attention token by token. Each token reads the rows of the state once, or twice with the delta rule.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Access to a whole vector of a row, and to the columns after the last whole one.
+// Access to a whole vector of a row, and to the columns after the last whole vector.
 struct WholeVector {
     __attribute__((always_inline)) Vec load(const float* from) const { return FA_NAMESPACE::load(from); }
     __attribute__((always_inline)) void store(float* to, Vec x) const { FA_NAMESPACE::store(to, x); }
@@ -44,7 +44,7 @@ public:
     }
 
 private:
-    // Rows that are processed together: the factors of more would not stay in registers.
+    // Rows that are processed together; the factors of more rows would not fit registers.
     static constexpr int kRows = 4;
 
     struct State {

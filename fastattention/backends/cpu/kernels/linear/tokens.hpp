@@ -1,4 +1,4 @@
-// Linear attention: where the tokens of a task lie, and how they are read; fastattention/linear/reference.py has the formulas.
+// Reads and writes the tokens of a task of linear attention; fastattention/linear/reference.py has the formulas.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -22,7 +22,7 @@ FA_INLINE float float_of(const void* from, int64_t dtype, int64_t at) {
 // cycles for each operation on them.
 struct FlushDenormals {
 #if defined(__SSE2__)
-    static constexpr unsigned kFlushes = 0x8040;  // results and operands, in MXCSR
+    static constexpr unsigned kFlushes = 0x8040;  // flushes results and operands, in MXCSR
     const unsigned before = __builtin_ia32_stmxcsr();
     FlushDenormals() { __builtin_ia32_ldmxcsr(before | kFlushes); }
     ~FlushDenormals() { __builtin_ia32_ldmxcsr(before); }
@@ -52,7 +52,7 @@ struct LinearTokens {
         load_row(key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), to, padded, 1.0f);
     }
     void value(int64_t token, float* to, int64_t padded) const { widen_row(value_row(token), to, task.num_columns, padded); }
-    // The gate of the head, when it has one for all key dimensions.
+    // The gate of the head, if it has one for all key dimensions.
     float gate(int64_t token) const { return exp_of(float_of(p.g, p.gate_dtype, gate_at(token))); }
     // The gates of all key dimensions, padded with ones.
     void gates(int64_t token, float* to, int64_t padded) const {
@@ -66,8 +66,8 @@ struct LinearTokens {
     }
     void write(int64_t token, const float* from) const { narrow_row(from, out_row(token), task.num_columns); }
 
-    // Prefetches the rows of a token of a head: tokens lie far apart, and the hardware does not fetch them in time. Inline,
-    // because GCC takes a function that only prefetches for one without effect and drops the call.
+    // Prefetches the rows of a token of a head. Tokens are far apart, so hardware does not prefetch them in time. Inline,
+    // because GCC drops the call of a function that only prefetches, as if it had no effect.
     __attribute__((always_inline)) void prefetch_token(int64_t token, int64_t of_head) const {
         LinearTokens other = *this;
         other.head = of_head;

@@ -1,4 +1,4 @@
-// Eight floats: AVX2, FMA and F16C.
+// Vectors of eight floats in AVX2, FMA and F16C.
 #pragma once
 
 #include <immintrin.h>
@@ -20,7 +20,7 @@ FA_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 FA_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-// b where either is NaN.
+// Returns b if either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 FA_INLINE Vec absolute(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 FA_INLINE Vec iota() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
@@ -36,7 +36,7 @@ FA_INLINE float reduce_add(Vec a) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-// a where x < limit, else b.
+// Returns a where x < limit, else b.
 FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) {
     return {_mm256_blendv_ps(b.v, a.v, _mm256_cmp_ps(x.v, limit.v, _CMP_LT_OQ))};
 }
@@ -58,7 +58,7 @@ FA_INLINE __m128i to_bits16(Vec a, Bfloat16) {
 }
 
 FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bits))}; }
-// Converts by way of float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
+// Converts by way of float16, whose exponent bias differs by 8: a factor of 2^8. NaN gets float16's exponent of NaN.
 FA_INLINE Vec from_bits8(__m128i bits, Float8) {
     const __m128i upper = _mm_slli_epi16(_mm_cvtepu8_epi16(bits), 8);
     const __m128i half = _mm_and_si128(_mm_srai_epi16(upper, 1), _mm_set1_epi16(static_cast<short>(0xbfff)));
@@ -133,7 +133,7 @@ FA_INLINE void widen_pairs(Vec pairs, Vec& first, Vec& second) {
     second = {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
 
-// Their order in memory: lane i of `first` and `second` are elements 2i and 2i + 1.
+// Stores both interleaved: lane i of `first` and `second` becomes elements 2i and 2i + 1.
 FA_INLINE void store_interleaved(float* to, Vec first, Vec second) {
     const __m256 low = _mm256_unpacklo_ps(first.v, second.v), high = _mm256_unpackhi_ps(first.v, second.v);
     _mm256_storeu_ps(to, _mm256_permute2f128_ps(low, high, 0x20));
@@ -162,18 +162,18 @@ FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& l
     high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
     low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 }
-// a where x < limit, else b.
+// Returns a where x < limit, else b.
 FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
     const __m256i sign = broadcast_integer(0x80000000u);  // comparisons are signed
     const __m256i below = _mm256_cmpgt_epi32(broadcast_integer(limit ^ 0x80000000u), x ^ sign);
     return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(below))};
 }
 
-// Vectors of integers as their bits: eight of 32 bits, or quads of four of 8 bits.
+// Vectors of integers, kept as bits in a Vec: eight of 32 bits, or eight quads of four 8-bit integers.
 #define FA_HAS_QUADS
 FA_INLINE Vec integers_to_floats(Vec a) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(a.v))}; }
-// acc + the four products of each quad: a has no signs, b has. Only for processors with AVX-VNNI. In assembler: the
-// intrinsic does not become part of functions that are compiled for processors without.
+// acc + the four products of each quad, where a is unsigned and b is signed. Only for processors with AVX-VNNI. In
+// assembler, because the intrinsic is not inlined into functions that are compiled for processors without it.
 FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.v) : "x"(a.v), "x"(b.v));
     return acc;
@@ -218,7 +218,7 @@ FA_INLINE Vec repeat_each(const float* from) {
     return {_mm256_permutevar8x32_ps(load_partial(from, Vec::kWidth / kTimes).v, index)};
 }
 
-// Into the L2 cache: L1 prefetches hold buffers that the loads of the moment need
+// Prefetches into the L2 cache: prefetches into L1 occupy fill buffers that current loads need
 // (docs/decisions/0004-prefetch-decode-keys-into-l2.md).
 FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 

@@ -1,4 +1,4 @@
-// Sixteen floats: AVX-512 F, BW, VL and DQ; with FA_HAS_BF16_DOT also AVX512_BF16.
+// Vectors of sixteen floats in AVX-512 F, BW, VL and DQ; with FA_HAS_BF16_DOT also AVX512_BF16.
 #pragma once
 
 #include <immintrin.h>
@@ -20,14 +20,14 @@ FA_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 FA_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// b where either is NaN.
+// Returns b if either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 FA_INLINE Vec absolute(Vec a) { return {_mm512_abs_ps(a.v)}; }
 FA_INLINE float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
 FA_INLINE float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
 FA_INLINE Vec iota() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
 
-// a where x < limit, else b.
+// Returns a where x < limit, else b.
 FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_LT_OQ), b.v, a.v)};
 }
@@ -54,7 +54,7 @@ FA_INLINE __m256i to_bits16(Vec a, Bfloat16) {
 }
 
 FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits))}; }
-// Converts by way of float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
+// Converts by way of float16, whose exponent bias differs by 8: a factor of 2^8. NaN gets float16's exponent of NaN.
 FA_INLINE Vec from_bits8(__m128i bits, Float8) {
     const __m256i upper = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bits), 8);
     const __m256i half = _mm256_and_si256(_mm256_srai_epi16(upper, 1), _mm256_set1_epi16(static_cast<short>(0xbfff)));
@@ -106,7 +106,7 @@ FA_INLINE void widen_pairs(Vec pairs, Vec& first, Vec& second) {
     second = {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
 
-// Their order in memory: lane i of `first` and `second` are elements 2i and 2i + 1.
+// Stores both interleaved: lane i of `first` and `second` becomes elements 2i and 2i + 1.
 FA_INLINE void store_interleaved(float* to, Vec first, Vec second) {
     const __m512i index = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i upper = _mm512_add_epi32(index, _mm512_set1_epi32(8));
@@ -160,18 +160,18 @@ FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& l
     high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
     low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
 }
-// a where x < limit, else b.
+// Returns a where x < limit, else b.
 FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
     return {_mm512_mask_blend_ps(_mm512_cmplt_epu32_mask(x, broadcast_integer(limit)), b.v, a.v)};
 }
 
-// Vectors of integers as their bits: 16 of 32 bits, 32 of 16 bits (words), or quads of four of 8 bits.
+// Vectors of integers, kept as bits in a Vec: 16 of 32 bits, 32 of 16 bits (words), or 16 quads of four 8-bit integers.
 #define FA_HAS_WORDS
 #define FA_HAS_QUADS
 FA_INLINE Vec from_integers(__m512i a) { return {_mm512_castsi512_ps(a)}; }
 FA_INLINE __m512i to_integers(Vec a) { return _mm512_castps_si512(a.v); }
 FA_INLINE Vec integers_to_floats(Vec a) { return {_mm512_cvtepi32_ps(to_integers(a))}; }
-// As reduce_columns, of integers; the result is floats.
+// Does for integers what reduce_columns does for floats; the result is floats.
 FA_INLINE Vec reduce_integer_columns(const Vec* acc) { return integers_to_floats(reduce_columns_as<__m512i>(acc)); }
 
 FA_INLINE Vec load_words(const Int8* p) {
@@ -189,8 +189,8 @@ FA_INLINE Vec dot_words(Vec acc, Vec a, Vec b) {
     return from_integers(_mm512_add_epi32(to_integers(acc), _mm512_madd_epi16(to_integers(a), to_integers(b))));
 #endif
 }
-// acc + the four products of each quad: a has no signs, b has. Only for processors with AVX512_VNNI. In assembler: the
-// intrinsic does not become part of functions that are compiled for processors without.
+// acc + the four products of each quad, where a is unsigned and b is signed. Only for processors with AVX512_VNNI. In
+// assembler, because the intrinsic is not inlined into functions that are compiled for processors without it.
 FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));
     return acc;
@@ -220,8 +220,8 @@ FA_INLINE void store_key_pairs(uint16_t* to, __m256i p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs);
 }
 
-// The low and high halves of each 128-bit lane of two rows, element by element: pairs (a[i], b[i]). Columns come out in an
-// order that restore_columns undoes.
+// Interleave the low or the high half of each 128-bit lane of two rows: pairs (a[i], b[i]). Columns come out in an order
+// that restore_columns undoes.
 FA_INLINE Vec interleave_low(Vec a, Vec b) {
     return {_mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
 }
@@ -237,7 +237,7 @@ FA_INLINE void restore_columns(Vec low, Vec high, Vec& first, Vec& second) {
 }
 
 #ifdef FA_HAS_BF16_DOT
-// Both rounded to bfloat16, as pairs of their lanes.
+// Rounds both to bfloat16 and interleaves their lanes as pairs.
 FA_INLINE Vec to_pairs(Vec first, Vec second) {
     const __m512i low = _mm512_cvtepu16_epi32(to_bits16(first, Bfloat16{}));
     const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bits16(second, Bfloat16{})), 16);
@@ -298,7 +298,7 @@ FA_INLINE Vec repeat_each(const float* from) {
     return {_mm512_permutexvar_ps(index, load_partial(from, Vec::kWidth / kTimes).v)};
 }
 
-// Into the L2 cache: L1 prefetches hold buffers that the loads of the moment need
+// Prefetches into the L2 cache: prefetches into L1 occupy fill buffers that current loads need
 // (docs/decisions/0004-prefetch-decode-keys-into-l2.md).
 FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 

@@ -1,4 +1,4 @@
-// Four floats in the compiler's own vector types: any processor; NEON on aarch64.
+// Vectors of four floats in the compiler's own vector types, for any processor; NEON on aarch64.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,7 @@ FA_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 FA_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }  // contracted where the processor can
 FA_INLINE Vec choose(Int4 where, Vec a, Vec b) { return {(Float4)(((Int4)a.v & where) | ((Int4)b.v & ~where))}; }
-// b where either is NaN.
+// Returns b if either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return choose((Int4)(a.v > b.v), a, b); }
 FA_INLINE Vec absolute(Vec a) { return {(Float4)((Int4)a.v & 0x7fffffff)}; }
 FA_INLINE Vec iota() { return {Float4{0.0f, 1.0f, 2.0f, 3.0f}}; }
@@ -41,7 +41,7 @@ FA_INLINE float reduce_max(Vec a) {
 }
 FA_INLINE float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
 
-// a where x < limit, else b.
+// Returns a where x < limit, else b.
 FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) { return choose((Int4)(x.v < limit.v), a, b); }
 
 // Values are integers of at most 127 in magnitude.
@@ -61,7 +61,7 @@ FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& l
     for (int i = 0; i < 4; ++i) high[i] = static_cast<uint32_t>(static_cast<uint64_t>(a[i]) * b >> 32);
     low = a * b;
 }
-// a where x < limit, else b.
+// Returns a where x < limit, else b.
 FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) { return choose((Int4)(x < limit), a, b); }
 
 FA_INLINE float to_float(Bfloat16 x) {
@@ -91,7 +91,7 @@ FA_INLINE float to_float(Int8 x) { return x.value; }
 FA_INLINE float to_float(Float8 x) {
     const uint32_t magnitude = x.bits & 0x7f;
     if (magnitude == 0x7f) return kNan;
-    // Converts by way of float16, whose exponent has another bias: 2^8 apart.
+    // Converts by way of float16, whose exponent bias differs by 8: a factor of 2^8.
     return to_float(Float16{static_cast<uint16_t>((x.bits & 0x80) << 8 | magnitude << 7)}) * 256.0f;
 }
 
@@ -157,7 +157,7 @@ FA_INLINE void widen_pairs(Vec pairs, Vec& first, Vec& second) {
     first = {(Float4)(bits << 16)};
     second = {(Float4)(bits & 0xffff0000u)};
 }
-// Their order in memory: lane i of `first` and `second` are elements 2i and 2i + 1.
+// Stores both interleaved: lane i of `first` and `second` becomes elements 2i and 2i + 1.
 FA_INLINE void store_interleaved(float* to, Vec first, Vec second) {
     for (int i = 0; i < 4; ++i) {
         to[2 * i] = first.v[i];

@@ -1,5 +1,5 @@
-// Writes new keys and values behind those of a cache, keys rotated by their positions, and rotates queries. A warp takes one
-// row, a token of a head. Sequences without room are left alone: attention makes their results NaN.
+// Appends new keys and values to a KV cache, keys rotated by their positions, and rotates queries. A warp processes one row,
+// a token of a head. Sequences that would exceed the cache's capacity are skipped: attention makes their results NaN.
 #pragma once
 
 #include "cache.cuh"
@@ -7,8 +7,8 @@
 
 namespace fastattention {
 
-constexpr int kAppendWarps = Config::num_warps;  // of a CTA
-constexpr int kMostOfLane = Config::columns / 32;  // elements of a row
+constexpr int kAppendWarps = Config::num_warps;  // per CTA
+constexpr int kMostOfLane = Config::columns / 32;  // elements of a row that a lane holds
 
 // One row: lane l holds columns l, l + 32, ...
 struct Row {
@@ -28,7 +28,7 @@ class Append {
 public:
     FA_DEVICE explicit Append(const AppendParams& p) : p_(p) {}
 
-    // index: of a row; those of k_new come first, then those of v_new, then queries.
+    // index: the row's index. Rows of k_new come first, then rows of v_new, then queries.
     FA_DEVICE void run(int64_t index) const {
         const int64_t tokens = static_cast<int64_t>(p_.batch_size) * p_.seqlen_new;
         if (index < tokens * p_.nheads_k) return append_key(index);
@@ -80,7 +80,7 @@ private:
         write(read_rotated(from.row(at.batch, at.token, at.head), position), p_.q_rotated + index * p_.headdim, p_.headdim);
     }
 
-    // Where a position of a sequence lies, in elements.
+    // The offset of a token in the cache, in elements.
     FA_DEVICE int64_t in_cache(const Place& at, int position, int64_t stride_batch, int64_t stride_row,
                                int64_t stride_head) const {
         int64_t block = p_.cache_batch_idx == nullptr ? at.batch : p_.cache_batch_idx[at.batch];

@@ -1,19 +1,20 @@
-// Gradients of a tile of rows of one head: keys and values, by which the queries that see them pass, of all heads that share
-// them; or queries, by which keys and values pass. All in the order of their tiles: results depend on nothing else.
+// Gradients of a tile of rows of one head. Either the rows are keys and values, and the kernel loops over the queries of all
+// heads that share them; or the rows are queries, and it loops over keys and values. Tiles are added in a fixed order, so
+// results are deterministic.
 #pragma once
 
 #include "gradient_rows.cuh"
 
 namespace fastattention {
 
-// Copies the stats of kCount queries, lse and so on, each in a plane of floats.
+// Copies the stats (lse, delta, share) of kCount queries, each into its own plane of floats.
 template <int kCount>
 class StatsCopy {
 public:
     static constexpr int kBytes = kStatsPlanes * kCount * 4;
     static_assert(kCount <= kThreads, "a thread copies one of a plane");
 
-    // stats: of the first query.
+    // stats: points to the stats of the first query.
     FA_DEVICE StatsCopy(const BackwardParams& params, const float* stats, int num_queries)
         : params_(params), stats_(stats), num_queries_(num_queries) {}
 
@@ -22,7 +23,7 @@ public:
         const bool valid = at < kCount && first + at < num_queries_;
 #pragma unroll
         for (int plane = 0; plane < kStatsPlanes; ++plane) {
-            // Without gradients of scores nobody reads delta.
+            // delta is read only when scores are differentiated.
             const int of_stats = plane == 0 ? 0 : kGradFirst ? plane : 2;
             const float* from = stats_ + of_stats * params_.num_rows + first + at;
             if constexpr (Arch::kAsyncCopy) {
@@ -48,7 +49,7 @@ private:
     float staged_[kStatsPlanes];
 };
 
-// Copies what passes by, tile by tile: first and second vectors, and the stats of queries if they are some.
+// Copies the tiles that the kernel loops over: first and second vectors, and stats if they are queries.
 class PassingTiles {
     using FirstCopy = TileCopy<Arch, WholeCta, uint16_t, false, kTileN, kHeaddim>;
     using SecondCopy = TileCopy<Arch, WholeCta, uint16_t, false, kTileN, kHeaddimV>;
@@ -92,7 +93,7 @@ using FirstRows = TileCopy<Arch, WholeCta, uint16_t, false, kTileM, kHeaddim>;
 using SecondRows = TileCopy<Arch, WholeCta, uint16_t, false, kTileM, kHeaddimV>;
 using RowStatsCopy = StatsCopy<kTileM>;
 
-// Gradients pass through the memory of their rows; those of values alone through that of the keys.
+// Gradients are staged in the shared memory of their rows; gradients of values alone in the memory of the keys.
 constexpr int kGradientOfValueBytes = kTileM * pitch_of<2>(kHeaddimV);
 constexpr int kFirstBytes =
     kGradFirst || FirstRows::kBytes > kGradientOfValueBytes ? FirstRows::kBytes : kGradientOfValueBytes;
@@ -119,7 +120,7 @@ public:
                 rows.begin_head(head);
                 pass(rows, head, begin, end);
             }
-            if constexpr (kBlockSparse) {  // where no tile passed nobody has waited for the rows
+            if constexpr (kBlockSparse) {  // if no tile was added, no thread has waited for the rows
                 if constexpr (Arch::kAsyncCopy) {
                     copy_async_commit();
                     copy_async_wait<0>();
@@ -132,11 +133,11 @@ public:
 
 private:
     static constexpr bool kPipelined = Arch::kAsyncCopy && kStages > 1;
-    // What of the next tile registers have room for while this one is multiplied for the last time.
+    // Whether second, and also first, vectors of the next tile fit registers during the last product of this one.
     static constexpr bool kSecondEarly = !Arch::kAsyncCopy && !kModifiesScores && !kDrops;
     static constexpr bool kFirstEarly = kSecondEarly && kHeaddim + kHeaddimV <= 128;
 
-    // The CTA's own. They have arrived for all after the next barrier.
+    // Copies the CTA's own rows. All threads can read them after the next barrier.
     FA_DEVICE void copy_rows(int first_row) const {
         FirstRows first(vectors(kRowsAreKeys ? Kind::kKeys : Kind::kQueries, work_.head, num_rows()));
         copy(first, first_row, shared_);
@@ -160,9 +161,9 @@ private:
         }
     }
 
-    // All tiles of one head of queries. In the end nobody reads them any more.
+    // Adds all tiles for one query head. On return, no thread reads them any more.
     FA_DEVICE void pass(GradientRows& rows, int head, int begin, int end) const {
-        const int num_columns = mask_.seqlen_k;  // of what passes by
+        const int num_columns = mask_.seqlen_k;  // rows of what the kernel loops over
         PassingTiles tiles(vectors(kRowsAreKeys ? Kind::kQueries : Kind::kKeys, head, num_columns),
                            vectors(kRowsAreKeys ? Kind::kGradients : Kind::kValues, head, num_columns),
                            {params_, params_.stats + stats_offset(head), num_columns});
@@ -177,7 +178,7 @@ private:
         }
     }
 
-    // The next tile waits in registers until nobody reads this one any more; where copies are asynchronous it starts then.
+    // The next tile waits in registers until no thread reads this one any more. An asynchronous copy starts only then.
     FA_DEVICE void pass_single_buffered(GradientRows& rows, PassingTiles& tiles, TileWalk& walk) const {
         if constexpr (!Arch::kAsyncCopy) tiles.begin(walk.begin(), passing(0));
         for (int column = walk.begin(), next; column < walk.end(); column = next) {
@@ -190,7 +191,7 @@ private:
                 tiles.finish(passing(0));
             }
             cta_barrier();
-            // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
+            // This is redundant after the last tile, but a branch would split the code that the compiler interleaves.
             add_tile(rows, column, 0, [&] {
                 if constexpr (kSecondEarly) tiles.begin_second(next, passing(0));
                 if constexpr (kFirstEarly) tiles.begin_first(next, passing(0));
@@ -201,8 +202,8 @@ private:
         }
     }
 
-    // While one tile is worked on, others are on their way. One barrier a tile says both that this one has arrived and that
-    // nobody reads the one before it any more.
+    // While one tile is processed, the next is being copied. One barrier per tile ensures both that this tile has arrived
+    // and that no thread still reads the previous one.
     FA_DEVICE void pass_pipelined(GradientRows& rows, PassingTiles& tiles, TileWalk& walk) const {
         const auto begin_tile = [&](int column, int stage) {
             if (column < walk.end()) tiles.begin(column, passing(stage));
@@ -233,7 +234,7 @@ private:
 
     enum class Kind { kQueries, kGradients, kKeys, kValues };
 
-    // Of this sequence. head: of queries.
+    // The vectors of one kind of this sequence. head: the query head.
     FA_DEVICE SourceRows<uint16_t, false> vectors(Kind kind, int head, int num_rows) const {
         const auto rows = [&](const void* base, int64_t stride_batch, int64_t stride_row, int64_t stride_head, int head_of_it,
                               const int32_t* cu_seqlens, int columns) {
@@ -257,7 +258,7 @@ private:
         }
     }
 
-    // Of the first query of a head, among the stats of all.
+    // The index of a head's first query among the stats of all queries.
     FA_DEVICE int64_t stats_offset(int head) const {
         return work_.batch * p_.lse_stride_batch + head * p_.lse_stride_head + first_token(p_.cu_seqlens_q, work_.batch);
     }
@@ -274,22 +275,22 @@ private:
     const uint32_t shared_;
 };
 
-// Rows take the part of queries in the mask, whichever they are. Key j is seen by queries j - offset - right to
-// j - offset + left.
+// The mask with the kernel's rows in the place of queries, even if they are keys. Key j is seen by queries
+// j - offset - right to j - offset + left.
 FA_DEVICE BasicTileRange<int> mask_of_rows(const AttentionParams& p, int batch) {
     const BasicTileRange<int> mask = mask_of(p, batch);
     if constexpr (!kRowsAreKeys) return mask;
     return {mask.seqlen_k, mask.seqlen_q, mask.right, mask.left};
 }
 
-// The rows with the most columns under a causal mask come first.
+// CTAs whose rows see the most columns under a causal mask start first.
 FA_DEVICE Work work_of_backward(const AttentionParams& p) {
     Work work = find_work(p, kRowsAreKeys ? p.nheads / p.group_size : p.nheads);
     if constexpr (kRowsAreKeys) {
         work.m_tile = p.num_m_tiles - 1 - work.m_tile;
         work.kv_head = work.head;
     }
-    // Where CTAs share out the columns of a gradient.
+    // CTAs may divide the columns of a gradient among themselves.
     work.first_column = static_cast<int>(cta_index() % kValueParts) * (kGradFirst ? kHeaddim : kHeaddimV) / kValueParts;
     return work;
 }

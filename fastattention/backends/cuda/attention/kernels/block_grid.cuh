@@ -6,11 +6,11 @@
 
 namespace fastattention {
 
-// Of one sequence and one head of queries. Rows of a tile are queries, or in a backward keys; columns are the others.
+// The block mask of one sequence and one query head. Rows are queries, or keys in a backward; columns are the other side.
 struct BlockGrid {
-    const uint8_t* kept;  // of the first block
+    const uint8_t* kept;  // flag of the first block
     int64_t stride_row, stride_column;
-    int row_tokens, column_tokens;  // of a block
+    int row_tokens, column_tokens;  // size of a block
 
     FA_DEVICE int row_of(int token) const { return token / row_tokens; }
     FA_DEVICE const uint8_t* block(int row, int column) const { return kept + row * stride_row + column * stride_column; }

@@ -1,4 +1,4 @@
-// What kernels that read a cache and those that write it must agree on.
+// Lengths of a KV cache, for the kernels that read it and those that append to it.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -6,7 +6,7 @@
 
 namespace fastattention {
 
-// Tokens of a cache's row that belong to nobody, before the sequence begins.
+// Unused tokens of a cache row, before the sequence begins.
 template <class Params>
 FA_DEVICE int leftpad_of(const Params& p, int batch) {
     return p.cache_leftpad == nullptr ? 0 : p.cache_leftpad[batch];
@@ -14,20 +14,20 @@ FA_DEVICE int leftpad_of(const Params& p, int batch) {
 
 FA_DEVICE int tokens_before(const AppendParams& p, int batch) { return p.cache_seqlens[batch]; }
 
-// Keys that are no cache are one that is full.
+// Keys that are not in a cache count as a full cache.
 FA_DEVICE int tokens_before(const AttentionParams& p, int batch) {
     return p.cache_seqlens == nullptr ? p.seqlen_k : p.cache_seqlens[batch];
 }
 
-// What a sequence has in its cache before this call's append.
+// The tokens of a sequence in its cache before this call's append.
 struct CachedTokens {
-    int count;  // with those that belong to nobody:
-    int pad;
+    int count;  // including pad
+    int pad;    // unused tokens at the start
 
     template <class Params>
     FA_DEVICE CachedTokens(const Params& p, int batch) : count(tokens_before(p, batch)), pad(leftpad_of(p, batch)) {}
 
-    // Whether there is room for what was to be appended, and the numbers make sense.
+    // Whether the cache has room for the append and the lengths are valid.
     template <class Params>
     FA_DEVICE bool are_within_capacity(const Params& p) const {
         return count <= p.max_cache_seqlen && 0 <= pad && pad <= count;

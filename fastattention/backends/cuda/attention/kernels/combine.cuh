@@ -1,5 +1,5 @@
-// Merges the partial results of a decode, where its CTAs do not do so themselves: a CTA takes some rows of a unit of a
-// sequence, and some of its teams, half a warp each, share out the partial results of a row among themselves.
+// Merges the partial results of a split-KV decode whose CTAs do not merge them themselves. A CTA merges some rows of a unit
+// of a sequence. Teams of half a warp each divide the partial results of a row among themselves.
 #pragma once
 
 #include "partials.cuh"
@@ -8,13 +8,13 @@ namespace fastattention {
 
 constexpr int kCombineWarps = Config::combine_warps;
 constexpr int kCombineTeams = kCombineWarps * kRowsOfWarp;
-constexpr int kCombineTogether = 4;  // parts, of each team: more would be registers that other CTAs need
-constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each team
+constexpr int kCombineTogether = 4;  // parts that a team reads at once: more would take registers that other CTAs need
+constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // per team a row, its maximum and its sum
 static_assert(kCombineShared == Config::combine_bytes, "attention/config.py counts shared memory otherwise");
 
 class CombineRows {
 public:
-    // first_row: of this CTA's, among those of the unit.
+    // first_row: the first row of this CTA among the rows of the unit.
     FA_DEVICE CombineRows(const AttentionParams& p, int batch, int unit, int first_row)
         : p_(p),
           schedule_(p, cached_tokens_of_lane(p, 0)),
@@ -26,13 +26,13 @@ public:
           cta_groups_(schedule_.cta_groups_of(schedule_.sequence(batch))) {}
 
     FA_DEVICE void run() const {
-        // What lies in one span is finished.
+        // A sequence that lies in one span has its final result already.
         if (cta_groups_.end - cta_groups_.begin == 1) return;
         const int kv_head = quotient(unit_, p_.num_m_tiles);
         const int group_row = (unit_ - kv_head * p_.num_m_tiles) * kTileM + row_, token = token_of(p_, group_row);
-        // The last tile of rows may not have this one.
+        // The last tile of rows may be shorter.
         const bool exists = row_ < p_.partial_rows && group_row < grouped_rows(p_);
-        // What is read above was there before the decode.
+        // Everything read above was written before the decode began.
         wait_for_previous_kernel();
         const PartialRow row(p_, schedule_, cta_groups_, unit_, row_, exists);
         MergedRow result = row.merged<kCombineTogether>(index_, p_.teams_of_row);
@@ -61,7 +61,7 @@ private:
         }
     }
 
-    // By the teams of this one's row.
+    // Merges what all teams of this team's row have stored.
     FA_DEVICE MergedRow left_by_all() const {
         MergedRow row;
 #pragma unroll 1
@@ -88,9 +88,9 @@ private:
     const AttentionParams& p_;
     const Schedule schedule_;
     const int batch_, unit_;
-    const int team_, index_;  // of all teams, and among those of its row
+    const int team_, index_;  // among all teams, and among the teams of its row
     const int row_;
-    const TileSpan cta_groups_;  // that have parts of the sequence
+    const TileSpan cta_groups_;  // groups that have parts of the sequence
 };
 
 }  // namespace fastattention

@@ -1,10 +1,10 @@
-// Attention of few query rows over many keys: the CTAs share out the keys of all sequences evenly (schedule.cuh), read
-// those of a key head once for all query heads of its group, and leave partial results. The last CTA of a unit merges them
-// when they are few, combine.cuh when they are many.
+// Attention of few query rows over many keys (split-KV). CTAs divide the keys of all sequences evenly (schedule.cuh), read
+// the keys of a key head once for all query heads of its group, and write partial results. The last CTA of a unit merges
+// them when they are few, combine.cuh when they are many.
 //
-// What bounds it is memory. So every warp has keys of its own and fetches them ahead without waiting for the others; only at
-// the end of its span are the warps' results merged. With more rows than a warp can hold, the warps share out the rows
-// instead, and the keys pass through memory that all of them read.
+// The kernel is bound by memory bandwidth. So each warp has its own keys and prefetches them without waiting for other
+// warps; the warps' results are merged only at the end of a span. With more rows than a warp can hold, the warps divide the
+// rows instead and share the keys in shared memory.
 #pragma once
 
 #include "combine.cuh"
@@ -23,7 +23,7 @@ struct TeamOf<true> {
 
 using Loop = KeyLoop<TeamOf<kSplitKeysAcrossWarps>::Type>;
 
-// The results of the warps are merged where queries, keys and values were, as many columns at a time as fit.
+// The warps' results are merged in the memory of queries, keys and values, as many columns at a time as fit.
 constexpr int kLoopBytes = Loop::kQueryBytes + kKeyWarps * Loop::kTeamBytes;
 constexpr int kResultRows = kKeyWarps * kTileM;
 
@@ -43,12 +43,12 @@ static_assert(kMergeParts * kMergeColumns == kHeaddimV, "parts are equally wide"
 constexpr int kSharedMemory = kLoopBytes + kResultRows * 8 + kExchangeBytes;
 static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
 
-// The part of a sequence that a CTA has.
+// The part of a sequence that a CTA attends to.
 struct SequenceSpan {
     Work work;
     int first_tile, end_tile;
-    bool is_whole;  // it is all of the sequence
-    int slot;       // of its partial result, otherwise
+    bool is_whole;  // the part is the whole sequence
+    int slot;       // where its partial result goes if it is not
 };
 
 class Decode {
@@ -57,7 +57,7 @@ public:
         : p_(p), shared_(shared_memory()), stats_shared_(shared_ + kLoopBytes) {}
 
     FA_DEVICE void run() const {
-        const CachedTokens of_lane = cached_tokens_of_lane(p_, 0);  // memory takes its time
+        const CachedTokens of_lane = cached_tokens_of_lane(p_, 0);  // loaded early, as memory is slow
         const int cta = static_cast<int>(cta_index()) / kValueParts;
         const int cta_group = units_divisor(p_).quotient_of(cta), unit = cta - cta_group * p_.num_units;
         const Schedule schedule(p_, of_lane);
@@ -75,7 +75,7 @@ public:
             rest.begin = sequence.begin + end;
             if (rest.begin >= rest.end) return;
             sequence = schedule.next(sequence);
-            cta_barrier();  // everyone is done with what lies in shared memory
+            cta_barrier();  // no thread reads shared memory any more
         }
     }
 
@@ -104,7 +104,7 @@ private:
         rows.leave_stats(stats_shared_ + team * kTileM * 8);
 #pragma unroll
         for (int part = 0; part < kMergeParts; ++part) {
-            cta_barrier();  // everyone is done with what lies there
+            cta_barrier();  // no thread reads this memory any more
             rows.template leave_values<kMergeColumns>(shared_ + team * kTileM * kMergePitch, kMergePitch, part);
             cta_barrier();
             merge(span, last_row - first_row + 1, part);
@@ -166,7 +166,7 @@ private:
         }
     }
 
-    // The last CTA that leaves its part of a unit merges all of them, in the order of groups, half a warp a row.
+    // The CTA that stores a unit's last part merges all of its parts in the order of CTA groups. Half a warp merges one row.
     FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit, const Work& work) const {
         const TileSpan cta_groups = schedule.cta_groups_of(sequence);
         memory_fence();

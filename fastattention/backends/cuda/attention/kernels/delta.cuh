@@ -1,6 +1,6 @@
-// Of every row of queries what a backward takes from the forward: lse in the unit of exponents; the product of the result
-// with its gradient, less the gradient of lse, which is the mean gradient of the row's scores; and what weights are
-// multiplied with where lse is too coarse.
+// Computes what a backward needs of every query row: lse in the unit of exponents; delta, the product of the result with its
+// gradient, less the gradient of lse; and the factor of weights where lse is too coarse. delta is the row's mean gradient of
+// scores.
 #pragma once
 
 #include "element.cuh"
@@ -15,15 +15,15 @@ constexpr int kDeltaWarps = Config::num_warps;
 constexpr int kLanesOfRow = Config::lanes_of_row;
 constexpr int kRowsOfWarp = 32 / kLanesOfRow;
 
-// Beyond it lse cannot tell how many keys share a row: its last bit is 8, more than log of their number.
+// Beyond this, lse is too coarse to tell how many keys share a row: its last bit is 8, more than the log of any count.
 constexpr float kLargestPlainLse = 1e8f;
 
 struct RowOfCall {
-    int batch, head, token;  // of varlen, token counts from the first sequence's
+    int batch, head, token;  // when varlen, token counts from the start of the first sequence
 };
 
-// The sum of weights, relative to lse, of a row whose scores are all very low, as masks added to scores make them. They are
-// those of the bias alone: products vanish beside it.
+// The sum of weights, relative to lse, of a row whose scores are all very low, as additive masks make them. Only the bias is
+// used: products vanish beside it.
 FA_DEVICE float sum_of_weights(const AttentionParams& p, const RowOfCall& row, float lse) {
     int sequence = row.batch, token = row.token, seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
     if (p.cu_seqlens_q != nullptr) {

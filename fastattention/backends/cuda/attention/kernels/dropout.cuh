@@ -1,4 +1,4 @@
-// Which weights dropout keeps: a pure function of the seed and of where a weight is, as backends/common/dropout.py says.
+// Decides which weights dropout keeps, by the seed and a weight's position alone, as defined in backends/common/dropout.py.
 #pragma once
 
 #include "attention_variant.cuh"
@@ -6,18 +6,18 @@
 
 namespace fastattention {
 
-// Sixteen counters decide over 64 neighbouring keys: word w of counter i is that of key 16 w + i.
+// Sixteen counters serve 64 neighbouring keys: word w of counter i belongs to key 16 w + i.
 struct DropoutWords {
     uint32_t word[4];
 
-    // That of a key of the 64.
+    // The word of one of the 64 keys.
     FA_DEVICE uint32_t of(int key) const {
         const uint32_t low = key & 16 ? word[1] : word[0], high = key & 16 ? word[3] : word[2];
         return key & 32 ? high : low;
     }
 };
 
-// Of one head of one sequence.
+// Dropout of one head of one sequence.
 class Dropout {
 public:
     FA_DEVICE Dropout(const AttentionParams& p, int batch, int head) : batch_(batch), head_(head) {
@@ -54,11 +54,11 @@ private:
     uint32_t seed_[2], threshold_;
 };
 
-// Which of the weights a lane holds are kept: a bit each. kKeysAreRows: otherwise they are columns.
+// One bit for each weight that a lane holds: whether it is kept. kKeysAreRows: keys are rows, otherwise columns.
 template <class Arch, bool kKeysAreRows, int kSteps, int kTiles>
 class KeptWeights {
 public:
-    // query_of_row, or key_of_row, of a step and which of a lane's rows of it; first_column: the key, or query, of column 0.
+    // of_row(step, which): the query, or key, of one of a lane's rows; first_column: the key, or query, of column 0.
     template <class OfRow>
     FA_DEVICE KeptWeights(const Dropout& dropout, int first_column, OfRow of_row) {
         if constexpr (kKeysAreRows) {
@@ -82,7 +82,7 @@ private:
         bits_[step][n / kTilesOfWord] |= static_cast<uint32_t>(kept) << shift_of_bit(n, i);
     }
 
-    // Keys 16 columns apart have words of one counter, for no tile crosses a multiple of 64 keys.
+    // Keys 16 columns apart share a counter, because no tile crosses a multiple of 64 keys.
     template <class OfRow>
     FA_DEVICE void find_by_column(const Dropout& dropout, int first_column, OfRow query_of_row) {
 #pragma unroll
@@ -103,7 +103,7 @@ private:
             }
     }
 
-    // So have keys of rows that are as far apart, of one warp.
+    // Keys 16 rows apart share a counter too, within one warp.
     template <class OfRow>
     FA_DEVICE void find_by_row(const Dropout& dropout, int first_column, OfRow key_of_row) {
 #pragma unroll
@@ -120,7 +120,7 @@ private:
     uint32_t bits_[kSteps][(kTiles + kTilesOfWord - 1) / kTilesOfWord] = {};
 };
 
-// Likewise of the weights of a forward. Nothing of this remains in kernels without dropout.
+// Dropout of the weights that a lane of a forward holds. It compiles to nothing in kernels without dropout.
 template <class Arch, int kSteps, int kTiles, bool kDropsSome = kDrops>
 struct DropoutOfLane {
     template <class OfRow>

@@ -1,12 +1,13 @@
-// From a warp's accumulators to rows of 16-bit numbers in memory, through shared memory: a lane has few neighbours of a row.
+// Writes a warp's accumulators to memory as rows of 16-bit values. They pass through shared memory, as a lane has few
+// neighbouring columns of a row.
 #pragma once
 
 #include "shared_tile.cuh"
 
 namespace fastattention {
 
-// Leaves accumulators as rows of kPitch bytes from `to` on, from first_column on. factor: of a row, given its step and which
-// of a lane's two rows of it it is.
+// Stores accumulators in shared memory as rows of kPitch bytes at `to`, starting at first_column. factor(step, which): the
+// factor of one of a lane's two rows of a step.
 template <class Arch, int kPitch, int kSteps, int kTiles, class Factor>
 FA_DEVICE void leave_rows(const float (&acc)[kSteps][kTiles][Arch::kElements], uint32_t to, int first_column, Factor factor) {
 #pragma unroll
@@ -25,14 +26,14 @@ FA_DEVICE void leave_rows(const float (&acc)[kSteps][kTiles][Arch::kElements], u
         }
 }
 
-// Of rows in memory, the first num_rows and num_columns of a warp's share.
+// The destination of a warp's rows in memory. Only the first num_rows rows and num_columns columns exist.
 struct RowsOut {
     uint16_t* base;
     int64_t stride_row;
     int num_rows, num_columns;
 };
 
-// Copies the kColumns columns from first_column on of kRows rows of kPitch bytes.
+// Copies kColumns columns, starting at first_column, of kRows rows of kPitch bytes.
 template <int kRows, int kColumns, int kPitch>
 FA_DEVICE void copy_rows(const RowsOut& out, uint32_t from, int first_column) {
     constexpr int kChunks = kColumns / 8;

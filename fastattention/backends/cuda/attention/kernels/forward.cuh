@@ -1,5 +1,5 @@
-// Attention forward of one tile of query rows of one head: the keys go by tile by tile through shared memory, and every warp
-// works on rows of its own (warp_rows.cuh).
+// Attention forward of one tile of query rows of one head. Keys pass through shared memory tile by tile, and each warp
+// processes rows of its own (warp_rows.cuh).
 #pragma once
 
 #include "key_loop.cuh"
@@ -8,7 +8,7 @@ namespace fastattention {
 
 using Loop = KeyLoop<WholeCta>;
 
-// Rows of the output pass through the memory of the queries, 16 bits each.
+// Rows of the output, in 16 bits, are staged in the shared memory of the queries.
 constexpr int kQueryBytes = Loop::kQueryBytes > kTileM* kOutPitch ? Loop::kQueryBytes : kTileM * kOutPitch;
 constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes + kExchangeBytes + TileWalk::kSharedBytes;
 static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
@@ -16,7 +16,7 @@ static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py comput
 FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask) {
     const int first_row = work.m_tile * kTileM;
     const int last_row = smaller(first_row + kTileM, mask.seqlen_q) - 1;
-    // No tile counts as full where a warp may rest: it has no rows, or the block mask hides the tile from them.
+    // No tile counts as full if a warp may skip it, because it has no rows or the block mask hides the tile from them.
     const bool any_rests = first_row + kTileM - kWarpRows > last_row || kMixesBlocks;
     const int full_end = any_rests ? 0 : mask.row_end(first_row);
     const FullKeys full{mask.row_begin(last_row), full_end};
@@ -37,7 +37,7 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
     rows.finish(shared);
 }
 
-// Rows behind the last sequence of a varlen call see no keys. The CTAs of that sequence share them out.
+// Rows after the last sequence of a varlen call see no keys. The CTAs of that sequence divide them among themselves.
 FA_DEVICE void write_rows_behind(const AttentionParams& p, const Work& work) {
     const int64_t total_q = p.lse_stride_head;
     const int column = work.first_column + thread_index() * 8;

@@ -1,14 +1,14 @@
-// What a warp does with its rows of a backward: of keys, whose gradients are summed up over all queries that see them, or of
-// queries, over the keys they see.
+// The rows of a warp in a backward. They are keys, whose gradients are summed over all queries that see them, or queries,
+// whose gradients are summed over the keys they see.
 //
-//     p  = exp(s - lse)          the weights again, from what the forward kept
+//     p  = exp(s - lse)          the weights, recomputed from the forward's lse
 //     dv = p^T do                dp = do v^T
 //     ds = p (dp - delta)        delta: delta.cuh
 //     dq = ds k                  dk = ds^T q       both times softmax_scale
 //
-// (FlashAttention-2, arXiv 2307.08691, algorithm 2; the gradient of lse joins delta because dlse/ds = p.) Either way a row has
-// two vectors: the first is a key or a query, the second a value or a gradient of the result. Weights and gradients of scores
-// of the warp's rows are operands of the second products as they are, in registers.
+// (FlashAttention-2, arXiv 2307.08691, algorithm 2; the gradient of lse is part of delta because dlse/ds = p.) A row has two
+// vectors: the first is a key or a query, the second a value or a gradient of the result. Weights and gradients of scores
+// stay in registers, in the layout of operands of the second products.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -22,8 +22,8 @@
 namespace fastattention {
 
 constexpr bool kRowsAreKeys = Config::rows_are_keys;
-constexpr bool kGradFirst = Config::differentiates_scores;  // of rows' first vectors
-constexpr bool kGradSecond = Config::differentiates_values;  // of their second ones, which only values have
+constexpr bool kGradFirst = Config::differentiates_scores;  // differentiates the rows' first vectors
+constexpr bool kGradSecond = Config::differentiates_values;  // differentiates their second vectors, if these are values
 static_assert(kRowsAreKeys || !kGradSecond, "gradients of the result have none");
 static_assert(kColumnWarps == 1 && !kGroupedRows && !kPaged, "a backward has no cache");
 
@@ -39,7 +39,7 @@ constexpr int kSecondPitch = pitch_of<Arch::kSharedBytes>(kHeaddimV);
 
 constexpr int kStatsPlanes = 1 + kGradFirst + kModifiesScores;
 
-// Of a row of queries.
+// The stats of a query row.
 struct QueryStats {
     float lse, delta, share;  // delta.cuh
     ScoreRow row;
@@ -49,7 +49,7 @@ class GradientRows {
 public:
     using Scores = float[kSteps][kTileN / 8][Arch::kElements];
 
-    // mask: of these rows, which may be keys (mask_of_rows); last_row: of the CTA's, that there is.
+    // mask: the mask of these rows, which may be keys (mask_of_rows); last_row: the CTA's last row that exists.
     FA_DEVICE GradientRows(const BackwardParams& params, const Work& work, const BasicTileRange<int>& mask, int last_row)
         : params_(params),
           p_(params.call),
@@ -61,7 +61,7 @@ public:
         clear(grad_second_);
     }
 
-    // Of the CTA's rows in shared memory.
+    // Loads this warp's rows from those of the CTA in shared memory.
     FA_DEVICE void load(uint32_t first, uint32_t second, uint32_t stats) {
         first_.load(first + warp_index() * kWarpRows * kFirstPitch);
         if constexpr (kGradFirst) second_.load(second + warp_index() * kWarpRows * kSecondPitch);
@@ -73,16 +73,16 @@ public:
         if constexpr (kMixesBlocks) {
             if (!block_grid(p_, work_.batch, head_, kRowsAreKeys).keeps(warp_row_, column)) return TileKind::kSkipped;
         }
-        // Asked anew for each tile: four registers less to keep.
+        // Computed anew for each tile, which saves four registers.
         const int first = opaque(warp_row_);
         return mask_.rows(first, smaller(first + kWarpRows - 1, last_row_)).classify(column, column + kTileN - 1);
     }
 
-    // head: of the queries, be they rows or columns.
+    // head: the query head, whether queries are rows or columns.
     FA_DEVICE void begin_head(int head) { head_ = head; }
 
-    // A tile of what the rows see, from `column` on: its vectors, and stats of queries, in shared memory. Calls
-    // begin_next where registers have become free.
+    // Adds a tile of what the rows see, starting at `column`: its vectors, and stats if they are queries, are in shared
+    // memory. Calls begin_next when registers have become free.
     template <class BeginNext>
     FA_DEVICE void add_tile(uint32_t first, uint32_t second, uint32_t stats, int column, TileKind kind,
                             BeginNext begin_next) {
@@ -109,7 +109,7 @@ public:
         }
     }
 
-    // Writes the gradients, through shared memory: all met at a barrier since it was last read.
+    // Writes the gradients by way of shared memory. All threads have passed a barrier since it was last read.
     FA_DEVICE void finish(uint32_t first, uint32_t second) const {
         if constexpr (kGradFirst)
             write<kHeaddim>(grad_first_, kRowsAreKeys ? params_.grad_k : params_.grad_q, p_.headdim, first, p_.softmax_scale);
@@ -127,7 +127,7 @@ private:
                 for (int i = 0; i < Arch::kElements; ++i) acc[step][n][i] = 0.0f;
     }
 
-    // Rows take the part of queries in the mask (mask_of_rows).
+    // Rows are in the place of queries in the mask (mask_of_rows).
     FA_DEVICE int num_rows() const { return mask_.seqlen_q; }
     FA_DEVICE int num_columns() const { return mask_.seqlen_k; }
 
@@ -181,7 +181,7 @@ private:
         return result;
     }
 
-    // From planes of kCount floats.
+    // Loads the stats of a query from planes of kCount floats.
     template <int kCount>
     static FA_DEVICE QueryStats load_stats(uint32_t at) {
         const auto load = [&](int plane) { return as_float(load_shared_32(at + plane * kCount * 4)); };
@@ -191,7 +191,7 @@ private:
         return result;
     }
 
-    // Products become weights. slopes: of modified scores, by products times softmax_scale.
+    // Turns products into weights. slopes: the derivatives of modified scores by products times softmax_scale.
     FA_DEVICE void find_weights(Scores& weights, Scores& slopes, uint32_t stats, int column) const {
         const float scale = p_.softmax_scale * kLog2E;
         const int num_keys = kRowsAreKeys ? num_rows() : num_columns();
@@ -207,7 +207,7 @@ private:
         });
     }
 
-    // Gradients of weights become gradients of products.
+    // Turns gradients of weights into gradients of products.
     FA_DEVICE void differentiate(Scores& grads, const Scores& weights, const Scores& slopes, uint32_t stats,
                                  int column) const {
         for_each_element(stats, column, [&](const QueryStats& query, int, int step, int n, int i) {
@@ -217,8 +217,8 @@ private:
         });
     }
 
-    // Likewise where dropout multiplies weights before they meet values, and so the gradients that come back from there. A
-    // template, as not all tiles allow dropout.
+    // Does the same with dropout, which multiplies the weights before their product with values, and therefore their
+    // gradients. It is a template, as not all tiles allow dropout.
     template <int kTiles>
     FA_DEVICE void drop(float (&weights)[kSteps][kTiles][Arch::kElements], Scores& grads, const Scores& slopes,
                         uint32_t stats, int column) const {
@@ -263,7 +263,7 @@ private:
             {to + at * columns + first_column, heads * columns, last_row_ + 1 - warp_row_, columns - first_column}, rows, 0);
     }
 
-    // The first token of a sequence among those of all.
+    // The first token of a sequence among the tokens of all.
     static FA_DEVICE int64_t first_query(const AttentionParams& p, int batch) {
         return p.cu_seqlens_q == nullptr ? static_cast<int64_t>(batch) * p.seqlen_q : p.cu_seqlens_q[batch];
     }
@@ -282,7 +282,7 @@ private:
     typename Arch::template Rows<kSteps, kHeaddimV> second_;
     float grad_first_[kSteps][kGradFirst ? kHeaddim / kValueParts / 8 : 1][Arch::kElements];
     float grad_second_[kSteps][kGradSecond ? kHeaddimV / kValueParts / 8 : 1][Arch::kElements];
-    uint32_t stats_shared_;  // of rows that are queries, in shared memory
+    uint32_t stats_shared_;  // the stats of rows that are queries, in shared memory
 };
 
 }  // namespace fastattention

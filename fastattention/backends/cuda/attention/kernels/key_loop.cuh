@@ -1,4 +1,4 @@
-// How keys and values pass through shared memory, tile by tile, and what is done with each tile.
+// The loop over tiles of keys and values, which pass through shared memory.
 #pragma once
 
 #include "tile_walk.cuh"
@@ -6,16 +6,16 @@
 
 namespace fastattention {
 
-// Whether all rows see all keys of a tile, where that is known when compiling.
+// Whether all rows see all keys of a tile, if that is known at compile time.
 template <bool kValue>
 struct AllSeen {
     static constexpr bool value = kValue;
 };
 
-// Modified scores are much code already, and it would have to fit the instruction cache twice. A few rows wait for memory.
+// Modified scores are much code already, which would have to fit the instruction cache twice. Few rows are bound by memory.
 constexpr bool kSeparateFullTiles = Arch::kSeparateFullTiles && !kModifiesScores && !kGroupedRows;
 
-// All rows of a CTA see these keys, as far as they are gone through.
+// All rows of a CTA see every key from `begin` to `end` that the loop visits.
 struct FullKeys {
     int begin, end;
 };
@@ -33,8 +33,8 @@ public:
     static constexpr int kQueryBytes = QueryCopy::kBytes;
     static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + kValueBytes + ScalesCopy::kBytes);
 
-    // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values; exchange: of
-    // kExchangeBytes; tiles: of keys, one at least. Copies begin at once.
+    // q_shared: memory for the CTA's queries, starting at row first_row; kv_shared: memory for the team's keys and values;
+    // exchange: memory of kExchangeBytes; tiles: at least one tile of keys. The constructor starts the first copies.
     FA_DEVICE KeyLoop(const Sources& from, uint32_t q_shared, uint32_t kv_shared, uint32_t exchange, int first_row,
                       const TileWalk& tiles, const FullKeys& full)
         : q_copy_(from.q),
@@ -74,13 +74,13 @@ public:
     }
 
 private:
-    // A thread's share of them would not fit its registers.
+    // A thread's share of the queries would not fit its registers.
     static constexpr bool kWideQueries = !Arch::kAsyncCopy && kHeaddim > 256;
     static constexpr bool kPipelined = Arch::kAsyncCopy && kStages > 1;
     static_assert(kPipelined || !kValuesInKeys, "the next keys would come to where values are still read");
 
-    // Several tiles of keys and values in shared memory: while one is worked on, the others are on their way. One barrier a
-    // tile says both that this tile has arrived and that nobody reads the one before it any more.
+    // Keeps several tiles of keys and values in shared memory: while one is processed, the others are being copied. One
+    // barrier per tile ensures both that this tile has arrived and that no thread still reads the previous one.
     FA_DEVICE void run_pipelined(WarpRows& rows) {
         copy_async_wait<kStages - 1>();
         cta_barrier();
@@ -108,7 +108,7 @@ private:
         copy_async_wait<0>();
     }
 
-    // The next tile of keys and values into the next place, if there is one more.
+    // Starts to copy the next tile of keys and values into the next stage, if there is one more.
     FA_DEVICE void begin_next() {
         const bool more = ahead_ < tiles_.end();
         if (more) {
@@ -121,13 +121,12 @@ private:
             for (int i = 0; i < kStages - 2; ++i) on_their_way_[i] = on_their_way_[i + 1];
             on_their_way_[kStages - 2] = ahead_;
         }
-        if (!kBlockSparse || more) ahead_ = tiles_.next(ahead_);  // behind the last kept block there is no list
+        if (!kBlockSparse || more) ahead_ = tiles_.next(ahead_);  // the list ends with the last kept block
         stage_ahead_ = stage_ahead_ + 1 == kStages ? 0 : stage_ahead_ + 1;
     }
 
-    // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round. No barrier
-    // parts the softmax from the product with the values, so that the exponentials of some keys overlap the products of
-    // others.
+    // Keeps one tile of keys and one of values: values arrive while keys are processed, and the other way round. No barrier
+    // separates the softmax from the product with the values, so exponentials of some keys overlap products of others.
     FA_DEVICE void run_single_buffered(WarpRows& rows) {
         if constexpr (!kWideQueries) q_copy_.finish(q_shared_);
         arrive(k_copy_, k_shared(0));
@@ -161,14 +160,14 @@ private:
                     rows.accumulate_values(scores, scales, key, v_shared(0));
                 }
             }
-            // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
+            // This is redundant after the last tile, but a branch would split the code that the compiler interleaves.
             arrive(k_copy_, k_shared(0));
             return next;
         });
     }
 
-    // Calls `step` for one tile of keys after the other, and says when compiling whether all rows of the CTA see all of its
-    // keys. The code for those that do is without a word about the mask, which lets the compiler place it more freely.
+    // Calls `step` for one tile of keys after the other, and tells it at compile time whether all rows of the CTA see all
+    // keys of the tile. The code for such tiles has no mask, so the compiler can schedule it more freely.
     template <class Step>
     FA_DEVICE void for_each_tile(Step step) {
         for (int key = tiles_.begin(); key < tiles_.end();) {
@@ -190,21 +189,21 @@ private:
         look_ahead(scales_copy_, key);
     }
 
-    // Where the tile after the one at `key` lies. Only a decode asks, and it has no block mask.
+    // Looks up where the tile after the one at `key` lies. Only decodes look ahead, and they have no block mask.
     template <class Copy>
     FA_DEVICE void look_ahead(Copy& copy, int key) {
         static_assert(!(kLooksAhead && kBlockSparse), "kept tiles are asked for once");
         if constexpr (!kBlockSparse) copy.look_up(tiles_.next(key));
     }
 
-    // Everyone is done with what lay in the place of this copy before: each waited at a barrier since.
+    // No thread reads the previous contents of `to` any more: all have passed a barrier since.
     template <class Copy>
     FA_DEVICE void arrive(const Copy& copy, uint32_t to) {
         wait_for(copy, to);
         Team::barrier();
     }
 
-    // What this thread has copied itself.
+    // Waits for what this thread has copied itself.
     template <class Copy>
     FA_DEVICE void wait_for(const Copy& copy, uint32_t to) {
         copy.finish(to);
@@ -229,8 +228,8 @@ private:
     const uint32_t q_shared_, kv_shared_, exchange_;
     TileWalk tiles_;
     const FullKeys full_;
-    int ahead_, stage_ahead_ = 0;  // the next tile to fetch, and its place
-    int on_their_way_[kBlockSparse && kStages > 1 ? kStages - 1 : 1];  // tiles that have been asked for, in order
+    int ahead_, stage_ahead_ = 0;  // the next tile to copy, and its stage
+    int on_their_way_[kBlockSparse && kStages > 1 ? kStages - 1 : 1];  // tiles that are being copied, in order
 };
 
 }  // namespace fastattention

@@ -1,12 +1,12 @@
-// The mask on the scores of a warp's rows.
+// Applies the mask to the scores of a warp's rows.
 #pragma once
 
 #include "work.cuh"
 
 namespace fastattention {
 
-// Scores outside the mask, or past the last column, become `hidden`. token_of_row(step, which): of a row of this lane's;
-// first_column: of the scores, in the mask.
+// Sets scores outside the mask, or past the last column, to `hidden`. token_of_row(step, which): the token of one of this
+// lane's rows; first_column: the column of the first score in the mask.
 template <class Arch, bool kHasLeft, int kSteps, int kTiles, class TokenOfRow>
 FA_DEVICE void hide_scores(float (&scores)[kSteps][kTiles][Arch::kElements], const BasicTileRange<int>& mask,
                            int first_column, float hidden, TokenOfRow token_of_row) {

@@ -1,5 +1,5 @@
-// Merges attention over disjoint parts of the keys by the formula of common/merge.py. A warp takes four columns a lane of
-// one row, a token of a head: all that it reads is on its way at once, and no warp waits for another.
+// Merges attention over disjoint parts of the keys by the formula of common/merge.py. A warp merges one row, a token of a
+// head, with four columns per lane. It issues all of its loads at once, and no warp waits for another.
 #pragma once
 
 #include "columns.cuh"
@@ -8,15 +8,15 @@
 
 namespace fastattention {
 
-constexpr int kMergeWarps = Config::num_warps;  // of a CTA
-constexpr int kMergeColumns = Config::columns_of_warp;  // of a warp
+constexpr int kMergeWarps = Config::num_warps;  // per CTA
+constexpr int kMergeColumns = Config::columns_of_warp;  // per warp
 
 class Merge {
 public:
     using Parts = FormatOf<Config::float32_parts>::Type;
     using Out = FormatOf<Config::float32_out>::Type;
 
-    // index: of a warp, among those of all rows
+    // index: of the warp, among the warps of all rows.
     FA_DEVICE Merge(const MergeParams& p, int index, int warps_of_row) : p_(p), row_(quotient(index, warps_of_row)) {
         first_column_ = (index - row_ * warps_of_row) * kMergeColumns + lane_index() * 4;
         const int token = quotient(row_, p.nheads);
@@ -54,7 +54,7 @@ private:
         out = Columns<Parts>::read(static_cast<const Parts::Item*>(p_.outs[part]) + at, p_.headdim_v - first_column_);
     }
 
-    // The share of each part, and lse of all.
+    // Computes the weight of each part and returns the lse of all.
     static FA_DEVICE float weigh(const float (&lses)[kMostParts], float (&weights)[kMostParts]) {
         float highest = -infinity();
 #pragma unroll
@@ -80,7 +80,7 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kMergeWarps * 32, 1)
     fastattention_merge(FA_PARAMETER fastattention::MergeParams params) {
     using namespace fastattention;
-    // One at least: lse is written without columns too.
+    // At least one warp: lse is written even if there are no columns.
     const int warps_of_row = params.headdim_v <= kMergeColumns ? 1 : (params.headdim_v + kMergeColumns - 1) / kMergeColumns;
     const int64_t index = cta_index() * kMergeWarps + warp_index();
     if (index >= static_cast<int64_t>(params.batch_size) * params.tokens * params.nheads * warps_of_row) return;

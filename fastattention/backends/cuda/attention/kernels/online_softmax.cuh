@@ -1,4 +1,4 @@
-// The softmax of a warp's rows, whose scores come tile by tile: a running maximum and sum of each.
+// The online softmax of a warp's rows: a running maximum and sum of each row, while scores come tile by tile.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -10,13 +10,13 @@ namespace fastattention {
 
 using LaneScales = ScalesOfLane<Arch>;
 
-// Where products of int8 begin: the bits of 1.5 * 2^23 as a float. With a product of up to 2^22 added, they are those of the
-// float that is as much more, so that no conversion is needed.
+// Sums of int8 products start at this: the bits of 1.5 * 2^23 as a float. With a sum of up to 2^22 added to the bits, the
+// float grows by as much, so no conversion is needed.
 constexpr uint32_t kInt8Origin = 0x4b400000u;
-constexpr bool kScoresHaveOrigin = kInt8Products && !kModifiesScores;  // until exponentials are taken
+constexpr bool kScoresHaveOrigin = kInt8Products && !kModifiesScores;  // until exponentials are computed
 
-// Probabilities are relative to the running maximum, which may stay below the highest score by kSlack: what was accumulated
-// needs to be rescaled only when a score is higher by more, which after the first tiles is rare.
+// Probabilities are relative to the running maximum, which may stay below the highest score by kSlack. Accumulated results
+// are rescaled only when a score exceeds that, which is rare after the first tiles.
 template <int kSteps>
 class OnlineSoftmax {
 public:
@@ -24,7 +24,7 @@ public:
     using OfRows = float[kSteps][2];
     using Kept = DropoutOfLane<Arch, kSteps, kWarpKeys / 8>;
 
-    // max_of_score: what turns scores into the unit of maxima.
+    // max_of_score: the factor from scores to the unit of maxima.
     FA_DEVICE explicit OnlineSoftmax(float max_of_score) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -38,20 +38,21 @@ public:
 
     FA_DEVICE float max(int step, int which) const { return max_[step][which]; }
 
-    // Of a row, from now on. Only products in int8 need it: elsewhere all rows have one.
+    // Sets the factor of a row. Only products in int8 need it: elsewhere all rows share one.
     FA_DEVICE void set_max_of_score(int step, int which, float max_of_score) {
         max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0] = max_of_score;
     }
 
-    // Of all keys so far.
+    // The sum of a row over all keys so far.
     FA_DEVICE float total(int step, int which) const { return Arch::reduce_row(sum_[step][which], add); }
 
-    // Of the columns of this lane.
+    // The sums over the columns of this lane.
     FA_DEVICE OfRows& sums() { return sum_; }
 
     static FA_DEVICE float add(float a, float b) { return a + b; }
 
-    // Of each row and a tile of keys, in units of maxima; and whether one is too high for the running maximum.
+    // Finds the highest score of each row in a tile of keys, in the unit of maxima. Returns whether one exceeds the running
+    // maximum by more than kSlack.
     FA_DEVICE bool find_highest(OfRows& highest, const Scores& scores, const LaneScales& scales) const {
         constexpr float kSlack = 8.0f / kLog2OfMax;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
         bool raised = false;
@@ -65,7 +66,7 @@ public:
         return raised;
     }
 
-    // Returns what multiplies all that was accumulated relative to the old maximum.
+    // Returns the factor that rescales what was accumulated relative to the old maximum.
     FA_DEVICE float raise_max(int step, int which, float highest) {
         const float new_max = maximum(max_[step][which], highest);
         const float factor = rescaling(max_[step][which], new_max);
@@ -74,7 +75,7 @@ public:
         return factor;
     }
 
-    // Of the keys of some tiles of eight; probabilities may take the place of scores.
+    // Exponentiates the scores of kTiles tiles of eight keys, starting at tile `first`. `probabilities` may be `scores`.
     template <int kTiles>
     FA_DEVICE void exponentiate(Scores& probabilities, const Scores& scores, OfRows& sums, const LaneScales& scales,
                                 int first, const Kept& kept) const {
@@ -101,8 +102,8 @@ public:
     }
 
 private:
-    // The highest score of a row, or, with a quantized cache, the highest score and scale of a value together, since that is
-    // what becomes 16 bits wide.
+    // The highest score of a row. With a quantized cache a score includes the log of its value's scale, because their
+    // product is what becomes 16 bits wide.
     FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
         if constexpr (kScoresHaveOrigin)
             return (highest_score(scores, step, which) - as_float(kInt8Origin)) * max_of_score(step, which);
@@ -138,7 +139,7 @@ private:
         return max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0];
     }
 
-    float max_of_score_[kInt8Products ? kSteps : 1][kInt8Products ? 2 : 1];  // of each row, or of all
+    float max_of_score_[kInt8Products ? kSteps : 1][kInt8Products ? 2 : 1];  // one for each row, or for all
     OfRows max_, sum_;
 };
 

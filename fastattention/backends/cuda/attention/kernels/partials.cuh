@@ -1,5 +1,5 @@
-// Partial results of a decode: who left which, and how they are merged, exactly. Those of a row have a maximum, a sum and an
-// unnormalized result each.
+// Partial results of a decode: where each CTA stores them, and how they are merged exactly. The partial result of a row is a
+// maximum, a sum and an unnormalized result.
 #pragma once
 
 #include "results.cuh"
@@ -7,24 +7,24 @@
 
 namespace fastattention {
 
-// Half a warp takes a row, so that few instructions serve two rows: a merge waits for the latency of memory once, and its
-// instructions count as much as that does.
+// Half a warp merges a row, so that each instruction serves two rows. A merge waits for memory once, and its instructions
+// take about as long as that.
 constexpr int kLanesOfRow = 16;
 constexpr int kRowsOfWarp = 32 / kLanesOfRow;
 constexpr int kColumnsOfRow = kHeaddimV * kValueParts;
-constexpr int kVectorsOfLane = (kColumnsOfRow + 63) / 64;  // of four columns: lane l has columns 4 l, 4 l + 64, ...
+constexpr int kVectorsOfLane = (kColumnsOfRow + 63) / 64;  // four columns each: lane l has columns 4 l, 4 l + 64, ...
 constexpr int kPartsTogether = kVectorsOfLane <= 2 ? kLanesOfRow : 32 / kVectorsOfLane;  // as registers allow
 
 FA_DEVICE int lane_of_row() { return lane_index() % kLanesOfRow; }
 FA_DEVICE int half_of_warp() { return lane_index() / kLanesOfRow; }
 FA_DEVICE int column_of_lane(int vector) { return vector * 64 + lane_of_row() * 4; }
 
-// What half a warp has merged of a row.
+// The merged result of a row so far, spread over half a warp.
 struct MergedRow {
     RowStats stats{-infinity(), 0.0f};
     float values[kVectorsOfLane][4] = {};
 
-    // Takes kCount partial results; lane k has the maximum and the sum of the k-th.
+    // Adds kCount partial results; lane k has the maximum and the sum of the k-th.
     template <int kCount>
     FA_DEVICE void add(const RowStats& of_lane, const Words4 (&words)[kCount][kVectorsOfLane]) {
         static_assert(kCount <= kLanesOfRow, "a lane has those of one at most");
@@ -53,10 +53,10 @@ private:
     }
 };
 
-// The partial results of one row of a unit, of which each of `groups` has left one.
+// The partial results of one row of a unit, one from each of `cta_groups`.
 class PartialRow {
 public:
-    // exists: whether there is such a row; otherwise nothing is read.
+    // exists: whether the row exists; if not, nothing is read.
     FA_DEVICE PartialRow(const AttentionParams& p, const Schedule& schedule, TileSpan cta_groups, int unit, int row,
                          bool exists)
         : p_(p), num_parts_(cta_groups.end - cta_groups.begin) {
@@ -68,8 +68,7 @@ public:
         for (int j = 0; j < kVectorsOfLane; ++j) parts_[j] = exists && column_of_lane(j) < p.headdim_v ? num_parts_ : 0;
     }
 
-    // Merges every `share`-th part, from `index` on, kTogether of them at once. Both halves of a warp call this, for the same
-    // groups.
+    // Merges every `share`-th part, starting at `index`, kTogether at once. Both halves of a warp pass the same groups.
     template <int kTogether>
     FA_DEVICE MergedRow merged(int index, int share) const {
         MergedRow result;
@@ -92,7 +91,7 @@ public:
 private:
     FA_DEVICE int64_t at(int slot, int row) const { return static_cast<int64_t>(slot) * p_.partial_rows + row; }
 
-    // The first group may begin with the sequence; the spans of the others begin within it.
+    // The span of the first group may begin with the sequence; the spans of the others begin within it.
     FA_DEVICE int64_t row_of(int part) const { return part == 0 ? first_ : row_if_not_first(part); }
     FA_DEVICE int64_t row_if_not_first(int part) const { return other_ + static_cast<int64_t>(part) * step_; }
 
@@ -109,10 +108,10 @@ private:
 
     const AttentionParams& p_;
     const int num_parts_;
-    int64_t first_, other_;  // of the first group: where its part lies, and where it would if it were not the first
-    int step_;               // from a group's part to the next one's, in rows
-    int parts_of_row_;       // none where there is no such row
-    int parts_[kVectorsOfLane];  // none where there are no such columns either
+    int64_t first_, other_;  // where the first group's part lies, and where it would if that group were not the first
+    int step_;               // distance of two groups' parts, in rows
+    int parts_of_row_;       // 0 if the row does not exist
+    int parts_[kVectorsOfLane];  // 0 if the columns do not exist either
 };
 
 // Writes out and lse of a row.

@@ -1,6 +1,6 @@
-// For products in int8: queries as bytes with a scale a row, keys with one for a group of them and without their mean over the
-// tokens of a sequence. fastattention/quantized.py has the formulas. A row is read by kLanesOfRow neighbours, eight columns
-// each.
+// Quantizes queries and keys for products in int8. A query row has its own scale. A group of keys shares one, and keys lose
+// their mean over the tokens of a sequence. fastattention/quantized.py has the formulas. kLanesOfRow neighbouring lanes read
+// a row, eight columns each.
 #pragma once
 
 #include "numbers.cuh"
@@ -11,11 +11,11 @@ namespace fastattention {
 
 constexpr int kQuantizeThreads = Config::num_threads;
 constexpr int kLanesOfRow = Config::lanes_of_row;
-constexpr int kTeams = kQuantizeThreads / kLanesOfRow;  // each takes a row at a time
+constexpr int kTeams = kQuantizeThreads / kLanesOfRow;  // each processes a row at a time
 constexpr int kTileColumns = 8 * kLanesOfRow;
-constexpr int kChunkTokens = 512;  // keys that a CTA sums up; quantize.py says the same
-constexpr int kRowsOfTeam = kKeysOfScale / kTeams;  // a CTA rounds as many rows, of queries too
-constexpr float kShare = 1.0f / (1 << 24);  // of a key in sums: exact, and no sum of floats overflows
+constexpr int kChunkTokens = 512;  // keys that a CTA sums up, as in quantize.py
+constexpr int kRowsOfTeam = kKeysOfScale / kTeams;  // a CTA quantizes kKeysOfScale rows, of keys or queries
+constexpr float kShare = 1.0f / (1 << 24);  // factor of keys in sums: exact, and no sum of floats overflows
 constexpr int kSumBytes = Config::shared_bytes;
 static_assert(kSumBytes == kQuantizeThreads * 8 * 4, "a thread has eight sums");
 
@@ -23,11 +23,11 @@ static_assert(kSumBytes == kQuantizeThreads * 8 * 4, "a thread has eight sums");
 struct HeadRows {
     const uint16_t* base;
     int64_t stride_row;
-    int64_t first;  // token, among those of all sequences
+    int64_t first;  // first token, among the tokens of all sequences
     int count;
     int columns;
 
-    // The lane's columns of a row, zeros beyond its last.
+    // Reads the lane's columns of a row, zeros past its last column.
     FA_DEVICE void read(int row, float (&x)[8]) const {
         const int column = lane_index() % kLanesOfRow * 8;
         const bool exists = row < count && column < columns;
@@ -57,12 +57,12 @@ FA_DEVICE HeadRows key_rows(const QuantizeParams& p, int batch, int head) {
 
 FA_DEVICE int team() { return thread_index() / kLanesOfRow; }
 
-// What a chunk of keys adds to the mean of a head: (batch_size, num_chunks, nheads_k, columns).
+// The address of the sum of a chunk of keys of a head, in (batch_size, num_chunks, nheads_k, columns).
 FA_DEVICE float* sum_of_chunk(const QuantizeParams& p, int batch, int chunk, int head) {
     return p.sums + ((static_cast<int64_t>(batch) * p.num_chunks + chunk) * p.nheads_k + head) * p.columns;
 }
 
-// The sum of a chunk of keys, times kShare: each team's first, then that of all of them.
+// Sums a chunk of keys, times kShare: first within each team, then over the teams.
 FA_DEVICE void sum_chunk(const QuantizeParams& p, int batch, int chunk, int head) {
     const HeadRows keys = key_rows(p, batch, head);
     float sum[8] = {};
@@ -70,7 +70,7 @@ FA_DEVICE void sum_chunk(const QuantizeParams& p, int batch, int chunk, int head
         float x[8];
         keys.read(row, x);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += x[i] - x[i] == 0.0f ? x[i] * kShare : 0.0f;  // 0 is what is not finite
+        for (int i = 0; i < 8; ++i) sum[i] += x[i] - x[i] == 0.0f ? x[i] * kShare : 0.0f;  // 0 if x[i] is not finite
     }
     const uint32_t shared = shared_memory();
 #pragma unroll
@@ -87,7 +87,7 @@ FA_DEVICE void sum_chunk(const QuantizeParams& p, int batch, int chunk, int head
     }
 }
 
-// The mean of a head's keys in shared memory, rounded to bfloat16: it hardly shows in which order it was summed up.
+// Stores the mean of a head's keys in shared memory, rounded to bfloat16, which mostly hides the order of summation.
 FA_DEVICE void leave_mean(const QuantizeParams& p, int batch, int head, uint32_t shared) {
     const float count = static_cast<float>(key_rows(p, batch, head).count);
     for (int column = thread_index(); column < kTileColumns; column += kQuantizeThreads) {
@@ -102,10 +102,10 @@ FA_DEVICE void leave_mean(const QuantizeParams& p, int batch, int head, uint32_t
     cta_barrier();
 }
 
-// Makes bytes of a tile of rows. All of them are read before the first is worked on: memory is what this waits for.
+// Quantizes a tile of rows. All of them are read before the first is processed, as the kernel is bound by memory.
 class RowQuantizer {
 public:
-    // kv_head: whose mean is looked up.
+    // kv_head: the key head whose mean is used.
     FA_DEVICE RowQuantizer(const QuantizeParams& p, const HeadRows& rows, int tile, int batch, int kv_head, bool needs_mean)
         : p_(p), rows_(rows), first_(tile * kKeysOfScale + team()) {
 #pragma unroll
@@ -155,7 +155,7 @@ public:
 private:
     FA_DEVICE int row(int i) const { return first_ + i * kTeams; }
 
-    // Of all threads.
+    // The extent of the values of all threads.
     FA_DEVICE static Extent of_cta(const Extent& of_thread) {
         const Extent of_warp = of_thread.of_lanes<32>();
         const uint32_t shared = shared_memory();
@@ -194,7 +194,7 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kQuantizeThreads, 1)
     sum_chunk(params, head_index / params.nheads_k, chunk, head_index % params.nheads_k);
 }
 
-// First tiles of queries, then of keys.
+// The first CTAs quantize tiles of queries, the others tiles of keys.
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kQuantizeThreads, 1)
     fastattention_quantize_rows(FA_PARAMETER fastattention::QuantizeParams params) {
     using namespace fastattention;

@@ -1,4 +1,4 @@
-// From maxima, sums and unnormalized results of rows to out and lse.
+// Computes out and lse from the maxima, sums and unnormalized results of rows.
 #pragma once
 
 #include "scores.cuh"
@@ -7,11 +7,11 @@
 namespace fastattention {
 
 struct Finished {
-    float factor;  // of what was accumulated
+    float factor;  // normalizes the accumulated result
     float lse;
 };
 
-// The sink joins the denominator here.
+// Normalizes a row. The sink is added to the denominator here.
 FA_DEVICE Finished finished(const AttentionParams& p, int head, float row_max, float row_sum) {
     float scale = 1.0f;
     if (p.sinks != nullptr) {
@@ -27,12 +27,12 @@ FA_DEVICE Finished finished(const AttentionParams& p, int head, float row_max, f
     return {scale * reciprocal_approximate(row_sum), row_max * kNaturalOfMax + log2_approximate(row_sum) * kLn2};
 }
 
-// Of a row: its running maximum and its sum.
+// The running maximum and sum of a row.
 struct RowStats {
     float max, sum;
 };
 
-// Eight columns of out, from `column` on, and with the first of them lse.
+// Writes eight columns of out, starting at `column`, and with column 0 also lse.
 FA_DEVICE void write_eight(const AttentionParams& p, int batch, int head, int token, int column, const RowStats& stats,
                            const float (&results)[8]) {
     const Finished result = finished(p, head, stats.max, stats.sum);

@@ -1,5 +1,5 @@
-// Scales of a quantized cache: a key's multiplies its scores, a value's its probabilities. Nothing of this remains in
-// kernels for other caches.
+// Scales of a quantized cache: a key's scale multiplies its scores, a value's scale its probabilities. This compiles to
+// nothing in kernels for other caches.
 #pragma once
 
 #include "probability_exchange.cuh"
@@ -7,7 +7,7 @@
 
 namespace fastattention {
 
-// Copies the scales of one tile of keys and values after the other.
+// Copies the scales of keys and values, tile by tile.
 template <class Arch, class Team, bool kIsQuantized = kQuantized>
 class TileScales {
 public:
@@ -44,7 +44,7 @@ private:
     Copy k_copy_, v_copy_;
 };
 
-// Those of the keys that a lane has scores of.
+// The scales of the keys that a lane has scores of.
 template <class Arch, bool kIsQuantized = kQuantized>
 struct ScalesOfLane {
     FA_DEVICE explicit ScalesOfLane(uint32_t) {}
@@ -55,7 +55,7 @@ struct ScalesOfLane {
 
 template <class Arch>
 struct ScalesOfLane<Arch, true> {
-    // `from`: what TileScales copied.
+    // from: where TileScales has copied them.
     FA_DEVICE explicit ScalesOfLane(uint32_t from) {
 #pragma unroll
         for (int n = 0; n < kWarpKeys / 8; ++n)
@@ -68,11 +68,11 @@ struct ScalesOfLane<Arch, true> {
                 }
     }
 
-    // Of element i of accumulator n.
+    // Scales the score in element i of accumulator n.
     FA_DEVICE float scaled_score(float s, int n, int i) const { return s * k_[n][Arch::column_of_element(i)]; }
-    // What multiplies the stored value. It becomes 16 bits wide, so it, and not the probability, is kept from overflow.
+    // The factor of the stored value. It is rounded to 16 bits, so it, and not the probability, must not overflow.
     FA_DEVICE float weight(float p, int n, int i) const { return p * v_[n][Arch::column_of_element(i)]; }
-    // At least that of values so small that they may be lost.
+    // The log of a value's scale. The bound is so low that smaller values may be lost.
     FA_DEVICE float log2_of_weight(int n, int i) const {
         constexpr float kSmallest = 5.9604645e-8f;  // 2^-24
         return log2_approximate(larger(v_[n][Arch::column_of_element(i)], kSmallest));

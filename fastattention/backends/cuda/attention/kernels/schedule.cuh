@@ -1,4 +1,4 @@
-// Stream-K schedule of a decode: how its CTAs share out the keys.
+// Stream-K schedule of a decode: how its CTAs divide the keys.
 //
 // The keys of every sequence are cut into tiles, and the tiles of all sequences are concatenated to one stream. CTA groups
 // take equal spans of it: `num_cta_groups` in all, however uneven the lengths, which only the device knows. Within a group
@@ -6,10 +6,10 @@
 // often neighbours in memory, are read at about the same time.
 //
 // A span may end within a sequence, then begin the next, and so on. A sequence that lies in one span is finished
-// there; of any other every CTA leaves a partial result, and combine.cuh merges them. A CTA has two slots for partial
+// there; of any other, every CTA stores a partial result, and combine.cuh merges them. A CTA has two slots for partial
 // results: one for the sequence it begins within, one for the sequence it ends within.
 //
-// With `num_splits`, every sequence is cut into so many spans of its own instead, and a CTA has one slot.
+// With `num_splits`, every sequence is cut into that many spans of its own instead, and a CTA has one slot.
 #pragma once
 
 #include "lanes.cuh"
@@ -17,15 +17,15 @@
 
 namespace fastattention {
 
-constexpr int kStreamTile = kTileN * kKeyWarps;  // keys of a tile of the stream
+constexpr int kStreamTile = kTileN * kKeyWarps;  // keys per tile of the stream
 
-// From `begin` to before `end`.
+// Tiles from `begin` to before `end`.
 struct TileSpan {
     int begin, end;
 };
 
-// `parts` spans of `length` tiles, as even as can be: the longer ones come first. In 32 bits: a division in 64 takes as
-// long as a tile.
+// Splits `length` tiles into `parts` spans, as evenly as possible, with the longer ones first. It computes in 32 bits, as a
+// 64-bit division takes as long as a tile.
 class EvenParts {
 public:
     FA_DEVICE EvenParts(int length, int parts) : EvenParts(length, parts, quotient(length, parts)) {}
@@ -57,11 +57,11 @@ FA_DEVICE CachedTokens cached_tokens_of_lane(const AttentionParams& p, int first
     return CachedTokens(p, smaller(first + lane_index(), p.batch_size - 1));
 }
 
-// The stream is as long as all sequences together, which every warp finds out for itself, a sequence a lane. Up to 32
-// sequences, their lanes also say who has which tile.
+// Each warp computes the length of the stream, the sum of all sequences, for itself, one sequence per lane. For up to 32
+// sequences the lanes also tell which sequence has a tile.
 class Schedule {
 public:
-    // of_lane: of the first 32 sequences.
+    // of_lane: the lengths of the first 32 sequences, one per lane.
     FA_DEVICE Schedule(const AttentionParams& p, const CachedTokens& of_lane)
         : p_(p),
           end_of_lane_(ends_from(0, 0, of_lane)),
@@ -69,7 +69,7 @@ public:
           cta_groups_(p.num_splits > 0 ? p.batch_size * p.num_splits : smaller(p.num_cta_groups, total_)),
           spans_(total_, cta_groups_, cta_groups_ < p.num_cta_groups ? 1 : cta_groups_divisor().quotient_of(total_)) {}
 
-    // Groups that have something to do, with num_splits at most.
+    // CTA groups with work to do; with num_splits, an upper bound.
     FA_DEVICE int num_cta_groups() const { return cta_groups_; }
 
     FA_DEVICE TileSpan span(int cta_group) const {
@@ -82,7 +82,7 @@ public:
         return {whole.begin + part.begin, whole.begin + part.end};
     }
 
-    // The groups whose spans have tiles of a sequence.
+    // The CTA groups whose spans have tiles of a sequence.
     FA_DEVICE TileSpan cta_groups_of(const SequenceTiles& sequence) const {
         if (p_.num_splits > 0) {
             const int first = sequence.batch * p_.num_splits;
@@ -91,7 +91,7 @@ public:
         return {spans_.part_with(sequence.begin), spans_.part_with(sequence.end - 1) + 1};
     }
 
-    // Where a group's CTA for a unit leaves its part. begins: whether the first tile of the sequence is in it.
+    // The slot for the partial result of a group's CTA for a unit. begins: whether it has the first tile of the sequence.
     FA_DEVICE int slot(int cta_group, bool begins, int unit) const {
         return (p_.num_splits > 0 ? cta_group : 2 * cta_group + begins) * p_.num_units + unit;
     }
@@ -117,7 +117,7 @@ public:
         return {sequence.batch + 1, sequence.end, sequence.end + tiles_of(sequence.batch + 1)};
     }
 
-    // Where the first tile of a sequence begins.
+    // The first key of the first tile of a sequence.
     FA_DEVICE static int first_key(const BasicTileRange<int>& mask) { return mask.row_begin(0) / kTileN * kTileN; }
 
 private:
@@ -127,21 +127,21 @@ private:
 
     FA_DEVICE int tiles_of(int batch) const { return tiles_of(CachedTokens(p_, batch)); }
 
-    // A sequence without keys has a tile too, so that someone writes its results.
+    // A sequence without keys has a tile too, so that a CTA writes its results.
     FA_DEVICE int tiles_of(const CachedTokens& before) const {
         const BasicTileRange<int> mask = mask_of_cache(p_, before);
         const int keys = mask.row_end(mask.seqlen_q - 1) - first_key(mask);
         return keys <= 0 ? 1 : (keys + kStreamTile - 1) / kStreamTile;
     }
 
-    // Where the sequences from `first` on end, one a lane, when the first begins at `begin`.
+    // The end of one sequence per lane, starting with sequence `first`, which begins at `begin`.
     FA_DEVICE int ends_from(int first, int begin, const CachedTokens& of_lane) const {
         const int tiles = tiles_of(of_lane);
         if (p_.batch_size == 1) return tiles;
         return begin + sum_up_to_lane(first + lane_index() < p_.batch_size ? tiles : 0);
     }
 
-    // Of the sequences before `batch`; all lanes ask together.
+    // The tiles of all sequences before `batch`. All lanes of a warp call this together.
     FA_DEVICE int sum_of_tiles(int batch) const {
         int sum = 0;
 #pragma unroll 1
@@ -150,7 +150,7 @@ private:
     }
 
     const AttentionParams& p_;
-    const int end_of_lane_;  // of the first 32 sequences
+    const int end_of_lane_;  // ends of the first 32 sequences, one per lane
     const int total_, cta_groups_;
     const EvenParts spans_;
 };

@@ -1,18 +1,18 @@
-// From products q . k to what enters the softmax: scale, softcap, ALiBi and bias, and the mask.
+// Turns products q . k into scores for the softmax: scale, softcap, ALiBi and bias.
 #pragma once
 
 #include "work.cuh"
 
 namespace fastattention {
 
-// What the scores of one row, a query token of a query head, need.
+// The modifiers of the scores of one row, a query token of a query head.
 struct ScoreRow {
-    const char* bias;  // of key 0, or null
-    float slope;       // ALiBi, 0 without
+    const char* bias;  // bias of key 0, or null
+    float slope;       // ALiBi slope, 0 if off
     int diagonal;      // the key from which ALiBi measures the distance
 };
 
-// token: of a sequence with so many queries and keys.
+// token: of a sequence with seqlen_q queries and seqlen_k keys.
 FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, int token, int seqlen_q, int seqlen_k) {
     ScoreRow result{nullptr, 0.0f, token + seqlen_k - seqlen_q};
     if (p.alibi_slopes != nullptr) result.slope = p.alibi_slopes[batch * p.alibi_stride_batch + head];
@@ -24,17 +24,17 @@ FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, int 
     return result;
 }
 
-// Running maxima of rows are in log2 units where nothing modifies scores: softmax_scale and the change of base are one
-// multiplication. Modified scores and their maxima are natural: in log2 units the lowest bias would not be finite.
+// Running maxima of rows are in log2 units if nothing modifies scores: softmax_scale and the change of base are then one
+// multiplication. Modified scores and their maxima are natural, as in log2 units the lowest bias would not be finite.
 constexpr float kLog2OfMax = kModifiesScores ? kLog2E : 1.0f;
 constexpr float kNaturalOfMax = kModifiesScores ? 1.0f : kLn2;
 
-// Of what was accumulated relative to a lower maximum.
+// The factor of what was accumulated relative to a lower maximum.
 FA_DEVICE float rescaling(float old_max, float new_max) {
     return exp2_approximate((old_max - shift_of(new_max)) * kLog2OfMax);
 }
 
-// slope: what it rises by when the product times softmax_scale does.
+// slope: the derivative of value by the product times softmax_scale.
 struct ModifiedScore {
     float value, slope;
 };

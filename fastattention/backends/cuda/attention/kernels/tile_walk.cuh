@@ -1,4 +1,4 @@
-// Which tiles of columns the rows of a CTA go through, in order: all of a range, or those in blocks that a block mask keeps.
+// The tiles of columns that the rows of a CTA visit, in order: all of a range, or those in blocks that a block mask keeps.
 #pragma once
 
 #include "attention_variant.cuh"
@@ -6,17 +6,17 @@
 
 namespace fastattention {
 
-// Tokens of a block are a multiple of it; fastattention/attention/problem.py says the same.
+// The tokens of a block of a block mask are a multiple of this; fastattention/attention/problem.py checks it.
 constexpr int kBlockStep = 64;
 
-// Those of a CTA, one sequence and one head of queries.
+// The rows of a CTA, of one sequence and one query head.
 struct MaskedRows {
     int batch, head;
-    bool are_keys;  // in a backward; otherwise rows are queries
+    bool are_keys;  // only in a backward; otherwise rows are queries
     int first, last;
 };
 
-// Every `step` columns from `begin` to before `end`.
+// A tile every `step` columns, from `begin` to before `end`.
 class EveryTile {
 public:
     static constexpr int kSharedBytes = 0;
@@ -33,15 +33,15 @@ private:
     const int begin_, end_, step_;
 };
 
-// Tiles of kTileN columns from `begin`, where one begins, to before `end`, in kept blocks. Where rows of the CTA lie in several
-// rows of blocks, what any of these keeps counts. Threads look at as many blocks together, one each, and list the kept ones in
-// shared memory: a register says how far the walk has come.
+// Tiles of kTileN columns in kept blocks, from `begin`, a multiple of kTileN, to before `end`. Where rows of the CTA lie in
+// several rows of blocks, a block counts as kept if any of these keeps it. kThreads threads look at one block each, and list
+// the kept ones in shared memory; at_ is the position in the list.
 class KeptTiles {
 public:
-    // Of each warp, how many blocks it keeps; their first columns; behind them how the walk goes on.
+    // Memory for the number of blocks that each warp keeps, the blocks' first columns, and an entry that says how to go on.
     static constexpr int kSharedBytes = (kWarps + kThreads + 1 + 3) / 4 * 16;
 
-    // Nobody reads what lies at `shared` any more.
+    // No thread reads the previous contents of `shared` any more.
     FA_DEVICE KeptTiles(const AttentionParams& p, const MaskedRows& rows, int begin, int end, uint32_t shared)
         : p_(p), rows_(rows), list_(shared + kWarps * 4), at_(list_), end_(end) {
         list_blocks(begin / column_tokens());
@@ -52,8 +52,8 @@ public:
     FA_DEVICE int begin() const { return begin_; }
     FA_DEVICE int end() const { return end_; }
 
-    // The tile after the one at `column`, which was asked for last and is before `end`; `end` or more behind the last. All
-    // threads ask together.
+    // The tile after `column`, the result of the previous call, which is before `end`. Returns `end` or more after the last
+    // tile. All threads call this together.
     FA_DEVICE int next(int column) {
         static_assert(!kBlockSparse || kBlockStep % kTileN == 0, "a tile is within a block");
         column += kTileN;
@@ -63,11 +63,11 @@ public:
     }
 
 private:
-    // The first column of a block, or ~column where blocks from there on have not been looked at.
+    // The first column of the block at at_. An entry ~column says that blocks from `column` on are not listed yet.
     FA_DEVICE int column_at_list() {
         int column = load_shared_32(at_);
         while (column < 0) {
-            cta_barrier();  // everyone has read it
+            cta_barrier();  // all threads have read the entry
             list_blocks(~column / column_tokens());
             at_ = list_;
             column = load_shared_32(at_);
@@ -75,9 +75,9 @@ private:
         return column;
     }
 
-    // Kept ones among the kThreads blocks from `first` on.
+    // Lists the kept blocks among kThreads blocks, starting at `first`.
     FA_DEVICE void list_blocks(int first) {
-        // Asked anew each time: registers less to keep.
+        // Computed anew each time, which saves registers.
         const BlockGrid grid = block_grid(p_, opaque(rows_.batch), opaque(rows_.head), rows_.are_keys);
         const int block = first + thread_index(), num_blocks = (end_ + column_tokens() - 1) / column_tokens(),
                   num_rows = kMixesBlocks ? grid.row_of(rows_.last) - grid.row_of(rows_.first) + 1 : 1;
@@ -111,7 +111,7 @@ private:
     const AttentionParams& p_;
     const MaskedRows rows_;
     const uint32_t list_;
-    uint32_t at_;  // the block of the last tile
+    uint32_t at_;  // list entry of the current block
     const int end_;
     int begin_;
 };

@@ -1,4 +1,4 @@
-// What a warp does with its rows of queries: scores, their softmax, and results, all of them in registers.
+// The query rows of a warp: their scores, softmax and results, all in registers.
 #pragma once
 
 #include "epilogue.cuh"
@@ -17,19 +17,19 @@ static_assert(!kMixesBlocks || (kColumnWarps == 1 && kBlockStep % kWarpRows == 0
 
 static_assert(!kInt8Products || kKeysOfScale % kTileN == 0, "a tile has one scale");
 
-// Rows of the output pass through the memory of the queries, 16 bits each.
+// Rows of the output, in 16 bits, are staged in the shared memory of the queries.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
 
 // The first row of this warp among those of the CTA.
 FA_DEVICE int first_warp_row() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps * kWarpRows; }
 
-// kSteps x Arch::kStepRows rows, which share nothing with those of other warps but the tiles in shared memory.
+// kSteps x Arch::kStepRows rows. They share only the tiles in shared memory with other warps.
 class WarpRows {
 public:
     using Softmax = OnlineSoftmax<kSteps>;
     using Scores = Softmax::Scores;
 
-    // last_row: of the CTA's, that there is.
+    // last_row: the CTA's last row that exists.
     FA_DEVICE WarpRows(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask, int last_row)
         : p_(p),
           work_(work),
@@ -49,7 +49,7 @@ public:
         queries_.load(q_shared + first_warp_row() * pitch_of<Arch::kSharedBytes>(kHeaddim));
     }
 
-    // What these rows see of a tile of keys. Warps that exchange probabilities skip none: they would miss each other.
+    // How much these rows see of a tile of keys. Warps that exchange probabilities skip no tile: all must reach the barrier.
     FA_DEVICE TileKind kind_of(int key) const {
         if (warp_row_ > last_row_) return kColumnWarps > 1 ? TileKind::kPartial : TileKind::kSkipped;
         if constexpr (kMixesBlocks) {
@@ -82,7 +82,7 @@ public:
         if constexpr (kColumnWarps == 1) online_max(scores, scales);
     }
 
-    // Scores become probabilities relative to the running maxima; acc_o_ += p v. A few keys at a time.
+    // Turns scores into probabilities relative to the running maxima, and acc_o_ += p v, a few keys at a time.
     FA_DEVICE void accumulate_values(Scores& scores, const LaneScales& scales, int tile_key, uint32_t v_shared) {
         const Kept kept = kept_of(tile_key);
         const typename Arch::template Values<kValueRow> values(v_shared);
@@ -93,9 +93,9 @@ public:
         }
     }
 
-    // Leaves the probabilities of this warp's keys for the others. A barrier: what was left, or copied, before is there for
-    // all. Probabilities relative to the old maxima do unless some warp has found a score that is much higher. A template,
-    // as is what comes next: not all paths have this.
+    // Stores the probabilities of this warp's keys for the other warps. It is also a barrier for what threads stored or
+    // copied before. Probabilities relative to the old maxima suffice unless some warp has found a much higher score. A
+    // template, like the next function, as not all architectures have this.
     template <class Path = Arch>
     FA_DEVICE void exchange_probabilities(const Scores& scores, const LaneScales& scales, int tile_key, uint32_t exchange) {
         const Kept kept = kept_of(tile_key);
@@ -113,7 +113,7 @@ public:
             for (int which = 0; which < 2; ++which) softmax_.sums()[step][which] += sums[step][which];
     }
 
-    // acc_o_ += p v, with the probabilities that all have left.
+    // acc_o_ += p v, with the probabilities that all warps have stored.
     template <class Path = Arch>
     FA_DEVICE void accumulate_exchanged(uint32_t exchange, uint32_t v_shared) {
         const typename Path::template Values<kValueRow> values(v_shared);
@@ -140,7 +140,7 @@ public:
             for (int which = 0; which < 2; ++which) softmax_.sums()[step][which] = quiet_nan();
     }
 
-    // Leaves maximum and sum of each row in shared memory, as 8 bytes a row.
+    // Stores the maximum and the sum of each row in shared memory, 8 bytes per row.
     FA_DEVICE void leave_stats(uint32_t to) const {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -155,7 +155,7 @@ public:
             }
     }
 
-    // Leaves columns kColumns * part ... of what was accumulated in shared memory, as floats, `pitch` bytes a row.
+    // Stores kColumns accumulated columns, starting at kColumns * part, in shared memory as floats, `pitch` bytes per row.
     template <int kColumns>
     FA_DEVICE void leave_values(uint32_t to, int pitch, int part) const {
         static_assert(kColumns % 16 == 0, "the lanes' columns of 16 neighbours are those of two accumulators");
@@ -174,7 +174,7 @@ public:
             }
     }
 
-    // Writes out and lse. q_shared becomes memory of the output: since queries were last read there, all met at a barrier.
+    // Writes out and lse. The output is staged in q_shared: all threads have passed a barrier since queries were read there.
     FA_DEVICE void finish(uint32_t q_shared) {
         const uint32_t warp_out = q_shared + first_warp_row() * kOutPitch;
         leave_rows<Arch, kOutPitch>(acc_o_, warp_out, first_warp_column(),
@@ -191,16 +191,16 @@ private:
     static constexpr int kTilesOfStep = Arch::kKeyStep / 8;
     using Kept = Softmax::Kept;
 
-    // Of the warp's keys of a tile.
+    // Dropout of the warp's keys of a tile.
     FA_DEVICE Kept kept_of(int tile_key) const {
         return Kept(p_, work_.batch, work_.head, tile_key + first_warp_key(),
                     [&](int step, int which) { return row_of(step, which); });
     }
 
-    // The lane of a row that has its first columns.
+    // Whether this lane has the first columns of its rows.
     FA_DEVICE static bool is_first_of_row() { return Arch::score_column(0, 0) == 0; }
 
-    // Calls `visit` for each row of this lane, with its number among those of the CTA.
+    // Calls `visit` for each row of this lane, with its index among the rows of the CTA.
     template <class Visit>
     FA_DEVICE static void for_each_row(Visit visit) {
 #pragma unroll
@@ -219,7 +219,7 @@ private:
                 for (int i = 0; i < Arch::kElements; ++i) acc_o_[step][n][i] = 0.0f;
     }
 
-    // Of a row, among numbers that are laid out as lse; of the last row where there is none.
+    // The value of a row in a tensor that is laid out as lse. Rows that do not exist get the value of the last row.
     FA_DEVICE float of_queries(const float* numbers, int step, int which) const {
         if constexpr (!kInt8Products) return 0.0f;
         return numbers[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
@@ -235,10 +235,10 @@ private:
                 for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = x;
     }
 
-    // Products of int8 become scores, or the softmax learns what turns them into such.
+    // Turns products of int8 into scores, or gives the softmax the factor that does.
     FA_DEVICE void scale_products(Scores& scores) {
         const bool finite = key_scale_ == key_scale_;
-        if (!finite) fill(scores, quiet_nan());  // hidden scores are none of it
+        if (!finite) fill(scores, quiet_nan());  // the mask is applied afterwards, so hidden scores are not NaN
         for_each_row([&](int step, int which, int) {
             const float times = query_scale_[step][which] * (finite ? key_scale_ : 1.0f);
             if constexpr (kModifiesScores) {
@@ -250,7 +250,7 @@ private:
                         if (Arch::row_of_element(i) == which)
                             scores[step][n][i] = (scores[step][n][i] - as_float(kInt8Origin)) * times + shift;
             } else {
-                // Neither 0 nor NaN: hidden scores are -infinity. A query that is not finite has its due in the end.
+                // Neither 0 nor NaN, as hidden scores are -infinity. finish_row handles queries that are not finite.
                 constexpr float kSmallest = 1.17549435e-38f;
                 const float max_of_score = times * (p_.softmax_scale * kLog2E);
                 softmax_.set_max_of_score(step, which, max_of_score >= kSmallest ? max_of_score : kSmallest);
@@ -307,12 +307,12 @@ private:
                 if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
     }
 
-    // What all lanes of a row have, but for the sign of a zero.
+    // Stores a value that all lanes of a row have, except for the sign of a zero.
     FA_DEVICE static void leave(const RowExchange& of_rows, int row, float x) {
         if (is_first_of_row()) of_rows.leave(row, x);
     }
 
-    // Raises the running maxima to what any of the warps with these rows has found.
+    // Raises the running maxima to the highest that any of the warps with these rows has found.
     FA_DEVICE void exchange_maxima(const float (&highest)[kSteps][2], uint32_t exchange) {
         const RowExchange of_rows(exchange);
         for_each_row([&](int step, int which, int row) { leave(of_rows, row, highest[step][which]); });
@@ -334,11 +334,11 @@ private:
         Path::leave_probabilities(exchange + first_warp_row() * kProbabilityPitch, probabilities);
     }
 
-    // Writes lse; returns what the row's sum, with the sink in it, divides by.
+    // Writes lse and returns the factor that normalizes the row, from its sum with the sink.
     FA_DEVICE float finish_row(int step, int which) {
         float highest = softmax_.max(step, which), sum = softmax_.total(step, which);
         if constexpr (kInt8Products && !kModifiesScores) {
-            // Sinks and lse are those of scores as they are.
+            // Sinks and lse refer to scores that include the shift.
             if (p_.q_shift != nullptr && highest != -infinity())
                 highest += of_queries(p_.q_shift, step, which) * (p_.softmax_scale * kLog2E);
             const bool finite = query_scale_[step][which] == query_scale_[step][which];
@@ -364,7 +364,7 @@ private:
     typename Arch::template Rows<kSteps, kHeaddim> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
     Softmax softmax_;
-    float query_scale_[kInt8Products ? kSteps : 1][2], key_scale_;  // of products in int8, the latter of a tile
+    float query_scale_[kInt8Products ? kSteps : 1][2], key_scale_;  // scales of products in int8; key_scale_ is a tile's
 };
 
 }  // namespace fastattention

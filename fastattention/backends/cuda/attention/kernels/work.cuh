@@ -1,4 +1,4 @@
-// Which tile of which head a CTA computes, how long its sequence is, and where its queries, keys and values lie.
+// Finds which tile and head a CTA computes, how long its sequence is, and where its queries, keys and values lie.
 #pragma once
 
 #include "attention_variant.cuh"
@@ -12,16 +12,16 @@ namespace fastattention {
 
 FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
-// A tile of query rows: of one head, or of all the heads that share a key head (kGroupedRows), `head` being the first.
+// A tile of query rows of one head, or of all heads that share a key head (kGroupedRows). Then `head` is the first of them.
 struct Work {
     int m_tile, head, kv_head, batch;
-    int first_column;  // of v and out, or of a gradient
+    int first_column;  // first column of v and out, or of a gradient
 };
 
 FA_DEVICE Divisor group_divisor(const AttentionParams& p) { return {p.group_size, p.group_multiplier, p.group_shift}; }
 
-// CTAs start in the order of their index. Those of `heads_per_l2_wave` heads come together, so that their keys and values
-// stay in the L2 cache, and among them the last tiles, which see the most keys under a causal mask, come first.
+// CTAs start in the order of their index. CTAs of `heads_per_l2_wave` heads start together, so that their keys and values
+// stay in the L2 cache. Among them the last tiles, which see the most keys under a causal mask, start first.
 FA_DEVICE Work find_work(const AttentionParams& p, int nheads) {
     const int64_t heads = static_cast<int64_t>(p.batch_size) * nheads;
     const int64_t tiles_together = static_cast<int64_t>(p.heads_per_l2_wave) * p.num_m_tiles;
@@ -36,7 +36,7 @@ FA_DEVICE Work find_work(const AttentionParams& p, int nheads) {
             static_cast<int>(index_of_head / nheads), static_cast<int>(cta_index() % kValueParts) * kHeaddimV};
 }
 
-// Tokens before a sequence when varlen. Asked for where it is needed, rather than kept.
+// Tokens before a sequence when varlen. It is read where it is needed instead of kept in registers.
 FA_DEVICE int64_t first_token(const int32_t* cu_seqlens, int batch) {
     return kGroupedRows || cu_seqlens == nullptr ? 0 : cu_seqlens[batch];
 }
@@ -45,7 +45,7 @@ FA_DEVICE int seqlen_of(const int32_t* cu_seqlens, int batch, int seqlen) {
     return cu_seqlens == nullptr ? seqlen : cu_seqlens[batch + 1] - cu_seqlens[batch];
 }
 
-// Keys of a sequence in its cache, after this call's append; none where there was no room for it.
+// Keys of a sequence in its cache after this call's append; 0 if the cache had no room for it.
 FA_DEVICE int cached_keys(const AttentionParams& p, const CachedTokens& before) {
     return before.are_within_capacity(p) ? before.count + p.seqlen_new - before.pad : 0;
 }
@@ -54,19 +54,19 @@ FA_DEVICE BasicTileRange<int> mask_of_cache(const AttentionParams& p, const Cach
     return {p.seqlen_q, cached_keys(p, before), p.window_left, p.window_right};
 }
 
-// Grouped rows are those of a cache.
+// Grouped rows always attend to a cache.
 FA_DEVICE BasicTileRange<int> mask_of(const AttentionParams& p, int batch) {
     if (kGroupedRows || p.cache_seqlens != nullptr) return mask_of_cache(p, CachedTokens(p, batch));
     return {seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q), seqlen_of(p.cu_seqlens_k, batch, p.seqlen_k), p.window_left,
             p.window_right};
 }
 
-// Which token, and which query head, a row of queries is.
+// The token of a query row.
 FA_DEVICE int token_of(const AttentionParams& p, int row) {
     if constexpr (!kGroupedRows) return row;
     return p.seqlen_q == 1 ? 0 : group_divisor(p).quotient_of(row);
 }
-// Rows of a unit of a decode.
+// Query rows of a key head in a decode.
 FA_DEVICE int grouped_rows(const AttentionParams& p) { return p.seqlen_q * p.group_size; }
 FA_DEVICE int head_of(const AttentionParams& p, const Work& w, int row) {
     return kGroupedRows ? w.head + row - token_of(p, row) * p.group_size : w.head;
@@ -76,14 +76,14 @@ FA_DEVICE SourceRows<uint16_t, kGroupedRows> query_rows(const AttentionParams& p
     const uint16_t* base =
         p.q + w.batch * p.q_stride_batch + first_token(p.cu_seqlens_q, w.batch) * p.q_stride_row + w.head * p.q_stride_head;
     if constexpr (kGroupedRows) {
-        // A token's heads are the rows of a block.
+        // The rows of a page are the heads of a token.
         return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row, group_divisor(p), 0};
     } else {
         return {base, p.q_stride_row, num_rows, p.headdim, nullptr, 0, {1, 0, 0}, 0};
     }
 }
 
-// Keys or values, or their scales, up to key_end: a tile's rows beyond are zeros.
+// Keys or values, or their scales, up to key_end. Later rows of a tile are zeros.
 template <class Item>
 FA_DEVICE SourceRows<Item, kPaged> cache_rows(const AttentionParams& p, const Work& w, int key_end, const Item* base,
                                               int64_t stride_batch, int64_t stride_row, int64_t stride_head, int columns) {
@@ -121,11 +121,11 @@ FA_DEVICE SourceRows<float, kPaged> value_scales(const AttentionParams& p, const
     return cache_rows(p, w, key_end, p.v_scale, p.v_scale_stride_batch, p.v_scale_stride_row, p.v_scale_stride_head, 1);
 }
 
-// All that a tile of query rows reads.
+// The inputs of a tile of query rows.
 struct Sources {
     SourceRows<uint16_t, kGroupedRows> q;
     SourceRows<CacheItem, kPaged> k, v;
-    SourceRows<float, kPaged> k_scale, v_scale;  // of a quantized cache
+    SourceRows<float, kPaged> k_scale, v_scale;  // only of a quantized cache
 };
 
 FA_DEVICE Sources sources_of(const AttentionParams& p, const Work& w, int num_rows, int key_end) {

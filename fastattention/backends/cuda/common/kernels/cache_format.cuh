@@ -1,4 +1,4 @@
-// What caches hold: elements, or one byte of a value that its token's scale multiplies, int8 or float8 (e4m3).
+// The element type of a cache: 16-bit elements, or bytes (int8 or float8 e4m3) with a scale per token.
 #pragma once
 
 #include "intrinsics.cuh"

@@ -1,4 +1,4 @@
-// Four neighbouring numbers of a row, in 16 or 32 bits each.
+// Four neighbouring elements of a row, in 16 or 32 bits each.
 #pragma once
 
 #include "element.cuh"
@@ -6,7 +6,7 @@
 
 namespace fastattention {
 
-// How numbers lie in memory: four of them, read and written together, and one of the four.
+// Formats of elements in memory. Four is four elements that are read and written together, Item one of them.
 struct InElements {
     using Item = uint16_t;
     using Four = Words2;
@@ -14,12 +14,12 @@ struct InElements {
     static FA_DEVICE Four load(const Item* from) { return load_written_64(from); }
     static FA_DEVICE void store(Item* to, const Four& four) { store_global_64(to, four); }
     static FA_DEVICE Item get(const Four& four, int i) { return static_cast<Item>(four.word[i / 2] >> i % 2 * 16); }
-    // Where nothing has been put yet.
+    // Sets element i, which must be zero.
     static FA_DEVICE void put(Four& four, int i, Item item) { four.word[i / 2] |= static_cast<uint32_t>(item) << i % 2 * 16; }
     static FA_DEVICE float widen(Item item) { return Element::widen(item); }
     static FA_DEVICE Four narrow(const float (&x)[4]) { return {Element::pack(x[0], x[1]), Element::pack(x[2], x[3])}; }
 
-    // Two of them in 32 bits.
+    // A 32-bit word has two elements.
     static FA_DEVICE Item item(uint32_t word, int i) { return static_cast<Item>(word >> i * 16); }
     static FA_DEVICE uint32_t word(const float* x) { return Element::pack(x[0], x[1]); }
 };
@@ -48,7 +48,7 @@ struct FormatOf<true> {
     using Type = InFloats;
 };
 
-// Up to four columns, wherever they begin. They are left as they lie in memory: whoever looked at them would wait for them.
+// Up to four columns, at any alignment. They stay in their format in memory: converting them would wait for the load.
 template <class Format>
 class Columns {
 public:

@@ -1,4 +1,4 @@
-// 16-bit numbers.
+// 16-bit floating-point formats.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -26,7 +26,7 @@ struct ElementOf<true> {
     using Type = Bfloat16;
 };
 
-// Of q, k, v and out in memory.
+// The dtype of q, k, v and out in memory.
 using Element = ElementOf<Config::bfloat16>::Type;
 
 }  // namespace fastattention

@@ -1,8 +1,8 @@
 // Everything in the kernels that is not plain C++: threads, barriers, shared memory, copies, conversions and matrix
 // instructions. The emulator of tests/cuda names a header of its own that defines the same functions for a CPU.
 //
-// Shared memory is addressed by bytes in the 32-bit space of the hardware. What a processor lacks is an error of the
-// assembler only where a kernel uses it.
+// Shared memory has 32-bit addresses, in bytes. An instruction that an architecture lacks is an assembler error only in
+// kernels that use it.
 #pragma once
 
 #include "integers.h"
@@ -31,12 +31,12 @@ struct Words4 {
 
 FA_DEVICE int thread_index() { return threadIdx.x; }
 FA_DEVICE int lane_index() { return threadIdx.x & 31; }
-// The same for all lanes, and the compiler knows it.
+// The shuffle tells the compiler that the index is the same for all lanes.
 FA_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 FA_DEVICE int64_t cta_index() { return blockIdx.x; }
 
-// Kernels that are launched to overlap the one before them (jit/module.py) wait for its end before they touch what it may
-// have written, and say from where on the next one may start. Before Hopper kernels follow one another anyway.
+// Kernels launched to overlap the previous one (gpu_runtime) wait for its end before they touch what it may have written,
+// and tell when the next one may start. Before Hopper, kernels do not overlap.
 FA_DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -49,7 +49,7 @@ FA_DEVICE void let_next_kernel_start() {
 }
 
 FA_DEVICE void cta_barrier() { __syncthreads(); }
-// A barrier, and whether x is true of any thread.
+// A barrier that returns whether x is true for any thread.
 FA_DEVICE bool any_thread(bool x) { return __syncthreads_or(x); }
 FA_DEVICE void warp_barrier() { __syncwarp(); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -58,8 +58,8 @@ FA_DEVICE int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu,
 FA_DEVICE int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 FA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
-// The same value, but to the compiler a new one: what depends on it is not computed ahead of a loop and kept in registers,
-// and what it was computed from is not kept in its place.
+// Returns x, but hides its origin from the compiler: what depends on it is not computed ahead of a loop and kept in
+// registers, and neither is what it was computed from.
 FA_DEVICE int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -70,7 +70,7 @@ FA_DEVICE const T* opaque(const T* x) {
     return x;
 }
 
-// Whether it holds in any lane of the warp, in how many, and in which, a bit each.
+// Whether x holds in any lane of the warp, in how many lanes, and in which (one bit per lane).
 FA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 FA_DEVICE int count_lanes(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
 FA_DEVICE uint32_t lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
@@ -109,8 +109,8 @@ FA_DEVICE void store_shared_128(uint32_t address, Words4 x) {
                  : "memory");
 }
 
-// 8 or 16 aligned bytes of global memory that nobody writes meanwhile. From Ampere on the L2 cache fetches the 256 bytes
-// around 8, for who reads on there next.
+// Loads 8 or 16 aligned bytes of global memory that is not written during the kernel. From Ampere on, a load of 8 bytes
+// makes the L2 cache prefetch the 256 bytes around them.
 FA_DEVICE Words2 load_global_64(const void* address) {
 #if __CUDA_ARCH__ >= 800
     Words2 x;
@@ -125,7 +125,7 @@ FA_DEVICE Words4 load_global_128(const void* address) {
     const uint4 x = __ldg(static_cast<const uint4*>(address));
     return {x.x, x.y, x.z, x.w};
 }
-// Of global memory that other CTAs of this kernel may have written.
+// Loads global memory that other CTAs of this kernel may have written.
 FA_DEVICE Words2 load_written_64(const void* address) {
     Words2 x;
     asm volatile("ld.global.cg.v2.b32 {%0, %1}, [%2];" : "=r"(x.word[0]), "=r"(x.word[1]) : "l"(address) : "memory");
@@ -139,7 +139,7 @@ FA_DEVICE Words4 load_written_128(const void* address) {
                  : "memory");
     return x;
 }
-// Zeros where `valid` does not hold: a branch around it would part its address from others'.
+// Returns zeros unless `valid`. With a branch instead, the compiler would not share address computations with other loads.
 FA_DEVICE Words4 load_written_128(const void* address, bool valid) {
     Words4 x;
     asm volatile(
@@ -152,15 +152,15 @@ FA_DEVICE Words4 load_written_128(const void* address, bool valid) {
         : "memory");
     return x;
 }
-// What this thread wrote is seen by all threads that find out about it later.
+// Makes what this thread wrote visible to all threads that learn of it later.
 FA_DEVICE void memory_fence() { __threadfence(); }
-// Counts one of `count` that come to a counter, which is 0 before the first and again after the last; 1 for the last.
+// Counts `count` arrivals at a counter, which is 0 before the first and again after the last. Returns 1 for the last.
 FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
     const unsigned last = static_cast<unsigned>(count) - 1;
     return atomicInc(reinterpret_cast<unsigned*>(counter), last) == last;
 }
-// Between kernels of several GPUs, and their streams. What this thread wrote, and what it knows of others' writes, is seen
-// by all that see what it stores afterwards; and it sees what was written before whatever it has loaded.
+// A fence between kernels on several GPUs and their streams. A thread that sees a later store of this thread also sees what
+// it wrote before, and what it knows of others' writes. And this thread sees what was written before whatever it has loaded.
 FA_DEVICE void system_fence() { __threadfence_system(); }
 FA_DEVICE int32_t load_flag(const int32_t* flag) { return *static_cast<const volatile int32_t*>(flag); }
 FA_DEVICE void store_flag(int32_t* flag, int32_t x) { *static_cast<volatile int32_t*>(flag) = x; }
@@ -169,7 +169,7 @@ FA_DEVICE int64_t nanoseconds() {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     return now;
 }
-// Ends the kernel with an error, and with it all work of the process on this GPU.
+// Aborts the kernel with an error, and with it all work of the process on this GPU.
 FA_DEVICE void give_up() { asm volatile("trap;"); }
 FA_DEVICE void store_global_64(void* address, Words2 x) { *static_cast<uint2*>(address) = make_uint2(x.word[0], x.word[1]); }
 FA_DEVICE void store_global_128(void* address, Words4 x) {
@@ -178,7 +178,7 @@ FA_DEVICE void store_global_128(void* address, Words4 x) {
 
 FA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
 FA_DEVICE uint32_t as_bits(float x) { return __float_as_uint(x); }
-// The other where one is NaN.
+// If one is NaN, returns the other.
 FA_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 // 2^x to two units in the last place; 0 for -infinity.
 FA_DEVICE float exp2_approximate(float x) {
@@ -186,18 +186,18 @@ FA_DEVICE float exp2_approximate(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// To two units in the last place; 0 for -infinity.
+// Accurate to two units in the last place; 0 for -infinity.
 FA_DEVICE float exp_exact(float x) { return expf(x); }
 FA_DEVICE float tanh_exact(float x) { return tanhf(x); }
 // 1 / sqrt(x), to two units in the last place.
 FA_DEVICE float reciprocal_root(float x) { return rsqrtf(x); }
-// To 2^-22, absolute near 1 and relative elsewhere.
+// Accurate to 2^-22, absolute near 1 and relative elsewhere.
 FA_DEVICE float log2_approximate(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// To one unit in the last place, without the call that an exact division is.
+// Accurate to one unit in the last place, without the function call of an exact division.
 FA_DEVICE float reciprocal_approximate(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -225,7 +225,7 @@ FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 #else
-    // To the nearest, ties to even; what is not a number has its highest bits set and stays one.
+    // Round to nearest even; a NaN gets all high bits set, so it stays NaN.
     const auto rounded = [](float x) {
         const uint32_t bits = __float_as_uint(x);
         return x == x ? bits + 0x7fffu + (bits >> 16 & 1u) : 0x7fffffffu;
@@ -234,22 +234,22 @@ FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
 #endif
 }
 
-// Two float16.
+// a - b for two float16 in each word.
 FA_DEVICE uint32_t subtract_float16(uint32_t a, uint32_t b) {
     uint32_t x;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
     return x;
 }
-// Byte i of the result is the one of the eight in a (0 to 3) and b (4 to 7) that digit i of the selector, in base 16, names.
+// Byte i of the result is selected by hexadecimal digit i of the selector from the bytes of a (0 to 3) and b (4 to 7).
 FA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
-// The high 32 bits of a product of 64.
+// The high 32 bits of the 64-bit product.
 FA_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
-// Rounded once.
+// a / b, correctly rounded.
 FA_DEVICE float divided(float a, float b) { return __fdiv_rn(a, b); }
-// To the nearest integer, ties to even.
+// Rounds to the nearest integer, ties to even.
 FA_DEVICE int round_to_integer(float x) { return __float2int_rn(x); }
 
-// 16 bytes from global to shared memory, or zeros: then `from` is not read. Its neighbours will be asked for too.
+// Copies 16 bytes from global to shared memory, or zeros if not `valid`, without a read. The L2 cache prefetches 128 bytes.
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
@@ -258,41 +258,41 @@ FA_DEVICE void copy_async_32(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 FA_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most kPending of the groups this thread committed are under way.
+// Waits until at most kPending of the groups that this thread committed are in flight.
 template <int kPending>
 FA_DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Copies of many bytes to shared memory by the engine for them, from Hopper on, and 8 bytes of shared memory by which
-// threads learn of their end. These count one phase after the other: in each, one thread says how many bytes will come.
+// Bulk copies to shared memory by the copy engine (TMA), from Hopper on. `counter` is an mbarrier, 8 bytes of shared memory
+// by which threads learn that a copy has ended. Each use is a phase, in which one thread announces how many bytes will come.
 FA_DEVICE void bulk_begin(uint32_t counter) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;" ::"r"(counter) : "memory");
 }
 FA_DEVICE void bulk_expect(uint32_t counter, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(bytes) : "memory");
 }
-// A multiple of 16 bytes, aligned to 16.
+// bytes: a multiple of 16; addresses are aligned to 16.
 FA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t counter) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(counter)
                  : "memory");
 }
-// Until all bytes of a phase have come, given its lowest bit.
+// Waits until all bytes of a phase have come. phase: the lowest bit of its index.
 FA_DEVICE void bulk_wait(uint32_t counter, uint32_t phase) {
     asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}"
                  :
                  : "r"(counter), "r"(phase)
                  : "memory");
 }
-// Between what threads have written, or know to be written, and bulk copies of it. Where there are none, nothing.
+// Orders writes of threads, and writes they know of, before later bulk copies. Does nothing before Hopper.
 FA_DEVICE void bulk_fence() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 
-// Four 8 x 8 matrices of 16-bit elements. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l receives
+// Loads four 8 x 8 matrices of 16-bit elements. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l receives
 // elements 2 (l % 4) and the next of row l / 4, or, transposed, of column l / 4.
 FA_DEVICE void load_matrices(uint32_t (&x)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -323,7 +323,7 @@ FA_MMA_M16N8K16(mma_m16n8k16_float16, "f16")
 FA_MMA_M16N8K16(mma_m16n8k16_bfloat16, "bf16")
 #undef FA_MMA_M16N8K16
 
-// Of bytes with a sign; c holds the bits of integers.
+// Multiplies signed bytes; c holds the bits of integers.
 FA_DEVICE void mma_m16n8k32_int8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     uint32_t d[4] = {as_bits(c[0]), as_bits(c[1]), as_bits(c[2]), as_bits(c[3])};
     asm volatile(
@@ -343,7 +343,7 @@ FA_DEVICE void mma_m8n8k16_int8(float& c0, float& c1, uint32_t a, uint32_t b) {
     c1 = as_float(d1);
 }
 
-// Four independent products, one for each quadpair of lanes. docs/internals/volta.md draws who holds what.
+// Four independent products, one for each quadpair of lanes. docs/internals/volta.md draws the layout of operands.
 #define FA_MMA_M8N8K4(name, layout_b)                                                                                 \
     FA_DEVICE void name(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {                          \
         asm volatile("mma.sync.aligned.m8n8k4.row." layout_b                                                          \

@@ -1,4 +1,4 @@
-// What the lanes of a warp find out together, from shuffles.
+// Reductions and scans over the lanes of a warp, by shuffles.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -11,7 +11,7 @@ FA_DEVICE int sum_of_lanes(int x) {
     return x;
 }
 
-// Of the kLanes neighbours that a lane is one of; likewise below.
+// The sum over the group of kLanes neighbouring lanes that contains this lane; maximum_of_lanes uses the same groups.
 template <int kLanes = 32>
 FA_DEVICE float sum_of_lanes(float x) {
 #pragma unroll
@@ -26,7 +26,7 @@ FA_DEVICE float maximum_of_lanes(float x) {
     return x;
 }
 
-// Of this lane and those before it.
+// The sum over this lane and all lanes before it.
 FA_DEVICE int sum_up_to_lane(int x) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {

@@ -1,4 +1,4 @@
-// Constants and small functions of plain numbers.
+// Constants and small functions of scalars.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -12,12 +12,11 @@ FA_DEVICE float infinity() { return as_float(0x7f800000u); }
 FA_DEVICE float quiet_nan() { return as_float(0x7fffffffu); }
 FA_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 
-// What exponents of a row are relative to. Of one that has seen no key: with any finite shift, -inf becomes 0 and a NaN is
-// not lost.
+// The shift of a row's exponents. A row that has seen no key gets 0: with a finite shift, exp(-inf) is 0 and a NaN is kept.
 FA_DEVICE float shift_of(float row_max) { return row_max == -infinity() ? 0.0f : row_max; }
 
-// Divides numbers below 2^31 by multiplication: with l = ceil(log2(size)), multiplier = ceil(2^(31 + l) / size) and shift =
-// l - 1; by 1 without a multiplier. A division takes longer than a decode has before its first copy, or for each page.
+// Divides integers below 2^31 by multiplication: with l = ceil(log2(size)), multiplier = ceil(2^(31 + l) / size) and shift =
+// l - 1. Multiplier 0 stands for size 1. Divisions would be too slow before the first copy of a decode, and for each page.
 struct Divisor {
     int size, multiplier, shift;
 
@@ -27,7 +26,7 @@ struct Divisor {
     }
 };
 
-// Of numbers that are not negative. A division takes a while, and this is often by 1.
+// a / b for integers that are not negative. A division is slow, and b is often 1.
 FA_DEVICE int quotient(int a, int b) {
     return b == 1 ? a : static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }

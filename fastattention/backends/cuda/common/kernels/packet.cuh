@@ -1,4 +1,4 @@
-// 16 aligned bytes of numbers in 16 or 32 bits each.
+// 16 aligned bytes of elements in 16 or 32 bits each.
 #pragma once
 
 #include "columns.cuh"
@@ -13,7 +13,7 @@ public:
 
     Packet() = default;
 
-    // Bypasses the L1 cache, which knows nothing of what other GPUs write.
+    // Bypasses the L1 cache, which does not see writes of other GPUs.
     static FA_DEVICE Packet read(const Item* from) { return Packet(load_written_128(from)); }
 
     static FA_DEVICE Packet read_shared(uint32_t address) { return Packet(load_shared_128(address)); }
@@ -30,7 +30,7 @@ public:
         for (int i = 0; i < kNumbers; ++i) sum[i] += Format::widen(item(i));
     }
 
-    // Its first `count` numbers, or all, to `to`, which need not be aligned.
+    // Writes its first `count` elements, or all, to `to`, which need not be aligned.
     FA_DEVICE void write(Item* to, int64_t count) const {
         if (count >= kNumbers && reinterpret_cast<int64_t>(to) % 16 == 0) return store_global_128(to, words_);
 #pragma unroll

@@ -1,5 +1,5 @@
-// Warps that share out the columns of v have the same rows. Each scores a part of a tile's keys, and needs the probabilities
-// of all: they leave them for each other in shared memory, as operands of the second product.
+// Warps that divide the columns of v have the same rows. Each scores a part of a tile's keys, and needs the probabilities of
+// all. They exchange them through shared memory, as operands of the second product.
 #pragma once
 
 #include "shared_tile.cuh"
@@ -11,10 +11,10 @@ FA_DEVICE int first_warp_key() { return column_warp() * kWarpKeys; }
 FA_DEVICE int first_warp_column() { return column_warp() * kWarpColumns; }
 
 constexpr int kProbabilityPitch = pitch_of<2>(kTileN);
-// Probabilities, and of each row a maximum or a sum from each of these warps.
+// Holds probabilities, and for each row a maximum or a sum from each of these warps.
 constexpr int kExchangeBytes = kColumnWarps == 1 ? 0 : kTileM * (kProbabilityPitch + kColumnWarps * 4);
 
-// A number of each row from each of these warps.
+// Exchanges one value per row among these warps.
 class RowExchange {
 public:
     FA_DEVICE explicit RowExchange(uint32_t exchange)

@@ -1,9 +1,9 @@
-// Tiles in shared memory, and how rows of global memory get there.
+// Tiles in shared memory, and copies of rows of global memory into them.
 //
 // Eight lanes that read 16 bytes each from the same column of eight neighbouring rows use all 32 banks once, whatever the
-// headdim. Either rows are 16 bytes longer than their elements, or (kSwizzled) the chunks of 16 bytes change places within
-// a row, differently in neighbouring rows. Asynchronous copies write whole rows at once, which a longer row would slow
-// down; what is read more often than it is copied is better off with addresses that are plain sums.
+// headdim. Either rows are padded by 16 bytes, or (kSwizzled) the 16-byte chunks of a row are permuted, differently in
+// neighbouring rows. Padding slows down asynchronous copies, which write whole rows at once. Tiles that are read more often
+// than copied are better off with padding, as addresses are then plain sums.
 #pragma once
 
 #include "numbers.cuh"
@@ -16,15 +16,15 @@ FA_DEVICE constexpr int pitch_of(int columns) {
     return columns * kBytesOfElement + (kSwizzled ? 0 : 16);
 }
 
-// What the number of a chunk in this row is combined with by exclusive or. The same every eight rows.
+// The value to XOR the index of a chunk in this row with. It repeats every eight rows.
 FA_DEVICE constexpr int swizzle_of(int pitch, int row) {
     if (!kSwizzled) return 0;
     const int chunks = pitch / 16, in_turn = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
     return row / (8 / in_turn) % in_turn;
 }
 
-// Pairs of neighbouring chunks of a lane's row, and of those eight rows further on and so on: the lane takes the first or
-// the second of each pair.
+// Addresses of chunks in a lane's row, and in rows a multiple of eight further on. Of each pair of neighbouring chunks, the
+// lane reads the first or the second.
 template <int kPitch>
 class LaneRow {
 public:
@@ -48,25 +48,24 @@ private:
     uint32_t at_, flip_;
 };
 
-// Of a row: a block, and a row in it.
+// The place of a row: a block, and a row in it.
 struct Place {
     int block, row;
 };
 
-// Rows of queries, keys or values, or of scales, of one head of one sequence; kBlocked: in blocks of block_size rows, such
-// as pages.
+// Rows of queries, keys, values or scales of one head of one sequence. kBlocked: in blocks of block_size rows, such as pages.
 template <class Item, bool kBlocked>
 struct SourceRows {
     const Item* base;  // row 0, or block 0
-    int stride_row;    // less than 2^31 items: addresses cost one multiplication
-    int num_rows;          // beyond them tiles hold zeros
-    int num_columns;       // likewise
-    const int32_t* table;  // where blocks lie, null when they lie in order
+    int stride_row;    // below 2^31, so that addresses cost one multiplication
+    int num_rows;          // tiles have zeros after them
+    int num_columns;       // tiles have zeros after them
+    const int32_t* table;  // indices of blocks, null when blocks are in order
     int64_t stride_block;
     Divisor block_size;
     int first;  // rows of the first block that come before row 0
 
-    // The block that a row is in, and its place there. A table ends with the sequence: rows beyond are as row 0.
+    // The block of a row, and the row within it. The table ends with the sequence, so later rows are read from row 0.
     FA_DEVICE Place place_of(int index) const {
         if constexpr (!kBlocked) return {0, index};
         index = index < num_rows ? first + index : first;
@@ -80,8 +79,8 @@ struct SourceRows {
     }
 };
 
-// Where the rows lie that a thread copies of a tile. To find out takes as long as a copy where a table must be asked, so a
-// decode asks for the next tile's when it begins the copy of one.
+// The places of the rows that a thread copies of a tile. A look-up in a table takes as long as a copy, so a decode looks up
+// the next tile's rows when it begins to copy a tile.
 template <class Source, int kCount, bool kLooksAhead>
 class Places {
 public:
@@ -92,7 +91,7 @@ public:
         }
     }
 
-    // Of the i-th row, of the tile that was asked for last.
+    // The place of the i-th row of the tile that was looked up last.
     FA_DEVICE Place place(const Source& from, int row, int i) const {
         if constexpr (kLooksAhead) return ahead_[i];
         return from.place_of(row);
@@ -115,7 +114,7 @@ struct OneWarp {
     static FA_DEVICE void barrier() { warp_barrier(); }
 };
 
-// What lies in memory, 16 bits a number, as matrix products take it.
+// Converts 16-bit elements from memory to operands of matrix products.
 FA_DEVICE Words4 as_operands(Words4 chunk) {
     if constexpr (Element::kIsBfloat16 && !Operand::kIsBfloat16) {
 #pragma unroll
@@ -126,7 +125,7 @@ FA_DEVICE Words4 as_operands(Words4 chunk) {
     return chunk;
 }
 
-// Eight of the sixteen bytes of a chunk of a quantized cache as operands.
+// Converts eight of the sixteen bytes of a chunk of a quantized cache to operands.
 FA_DEVICE Words4 widen_half(Words4 chunk, int half) {
     const uint32_t low = chunk.word[2 * half], high = chunk.word[2 * half + 1];
     return {widen_bytes<0, 1>(low), widen_bytes<2, 3>(low), widen_bytes<0, 1>(high), widen_bytes<2, 3>(high)};
@@ -143,14 +142,14 @@ FA_DEVICE void store_operands(uint32_t to, Words4 chunk) {
     }
 }
 
-// Copies one tile of kRows x kColumns items after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has
-// the same columns in all of its rows. `begin` starts a copy, `finish` completes it for the thread itself: the others see
-// it after a barrier. Between the two, data is on its way (sm80) or waits in registers.
+// Copies tiles of kRows x kColumns items, one after the other. Eight neighbouring lanes copy 128 bytes of a row; a thread
+// copies the same columns of all of its rows. `begin` starts a copy, `finish` completes it for the thread itself; other
+// threads see it after a barrier. Between the two, data is in flight (sm80) or waits in registers.
 template <class Arch, class Team, class Item, bool kBlocked, int kRows, int kColumns, bool kLooksAhead = false>
 class TileCopy {
 public:
     using Source = SourceRows<Item, kBlocked>;
-    // Asynchronous copies change nothing on the way.
+    // Asynchronous copies do not convert elements.
     static constexpr int kSharedBytes = Arch::kAsyncCopy ? sizeof(Item) : Arch::kSharedBytes;
     static constexpr int kPitch = pitch_of<kSharedBytes>(kColumns);
     static constexpr int kBytes = kRows * kPitch;
@@ -159,7 +158,7 @@ public:
         from_.base = opaque(from.base + Team::index() % kLanesOfRow * kChunk);
     }
 
-    // Asks where the rows of a tile lie, of which `begin` is to be called next.
+    // Looks up where the rows are of the tile that `begin` will be called for next.
     FA_DEVICE void look_up(int first_row) { places_.look_up(from_, first_row + Share().row(0), kRowStep); }
 
     FA_DEVICE void begin(int first_row, uint32_t to) {
@@ -185,8 +184,7 @@ public:
         }
     }
 
-    // Both, row by row: what a thread copies of a tile may be more than its registers hold. Where copies are not
-    // asynchronous.
+    // Does both, row by row, as a thread's share of a tile may exceed its registers. Not for asynchronous copies.
     FA_DEVICE void copy(int first_row, uint32_t to) const {
         const Share share;
         to += share.offset();
@@ -207,7 +205,7 @@ public:
         }
     }
 
-    // Where copies are not asynchronous: writes what `begin` read.
+    // Writes what `begin` has read, unless copies are asynchronous.
     FA_DEVICE void finish(uint32_t to) const {
         if constexpr (!Arch::kAsyncCopy) {
             const Share share;
@@ -225,7 +223,7 @@ public:
     }
 
 private:
-    static constexpr int kChunk = 16 / sizeof(Item);  // items that a lane takes at a time
+    static constexpr int kChunk = 16 / sizeof(Item);  // items that a lane copies at a time
     static constexpr int kChunksOfRow = kColumns / kChunk;
     static constexpr int kLanesOfRow = kChunksOfRow > 4 ? 8 : kChunksOfRow;
     static constexpr int kRowStep = Team::kThreads / kLanesOfRow;
@@ -233,7 +231,7 @@ private:
     static constexpr int kRowsOfThread = (kRows + kRowStep - 1) / kRowStep;
     static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
 
-    // From a thread's first chunk in shared memory to another.
+    // The distance from a thread's first chunk in shared memory to another one.
     static FA_DEVICE constexpr int from_first(int i, int j) { return i * kRowStep * kPitch + j * kChunkStep * kSharedBytes; }
 
     // The rows and columns of a tile that this thread copies.
@@ -248,9 +246,9 @@ private:
         FA_DEVICE int column(int j) const { return column_ + j * kChunkStep; }
         FA_DEVICE bool has_row(int i) const { return kRows % kRowStep == 0 || row(i) < kRows; }
         FA_DEVICE bool has_column(int j) const { return kColumns % kChunkStep == 0 || column(j) < kColumns; }
-        // Of its first chunk in shared memory.
+        // The offset of its first chunk in shared memory.
         FA_DEVICE uint32_t offset() const { return row_ * kPitch + column_ * kSharedBytes; }
-        // Of any chunk, where they change places.
+        // The offset of any chunk if rows are swizzled.
         FA_DEVICE uint32_t swizzled(int i, int j) const {
             return row(i) * kPitch + (column(j) / kChunk ^ swizzle_of(kPitch, row(i))) * 16;
         }
@@ -259,12 +257,12 @@ private:
         int row_, column_;
     };
 
-    Source from_;  // from the thread's first column on
+    Source from_;  // its base is at the thread's first column
     Places<Source, kRowsOfThread, kLooksAhead> places_;
     Words4 staged_[Arch::kAsyncCopy ? 1 : kRowsOfThread][Arch::kAsyncCopy ? 1 : kChunksOfThread];
 };
 
-// Copies the scales of one tile of kRows keys after the other, a float a key.
+// Copies the scales of tiles of kRows keys, one after the other, one float per key.
 template <class Arch, class Team, bool kBlocked, int kRows, bool kLooksAhead>
 class ScaleCopy {
 public:

@@ -1,4 +1,4 @@
-// Chunks of tokens of a sequence: where they begin, and which slots of scratch they have.
+// Chunks of tokens of a sequence: where they begin, and their slots of scratch memory.
 #pragma once
 
 #include "chunk_params.h"
@@ -6,9 +6,9 @@
 
 namespace fastattention {
 
-constexpr int kChunk = Config::chunk;  // tokens
+constexpr int kChunk = Config::chunk;  // tokens of a chunk
 
-// The last chunk of a sequence may have fewer tokens than the others. Its slots of scratch have room for all.
+// A sequence of tokens. Its last chunk may have fewer tokens than the others, but its slot of scratch is as large.
 struct Sequence {
     int batch;          // row of the batch
     int first, length;  // its tokens in that row
@@ -16,21 +16,21 @@ struct Sequence {
 
     FA_DEVICE int num_chunks() const { return (length + kChunk - 1) / kChunk; }
 
-    // Of the first token of a head, in elements.
+    // The offset of the first token of a head, in elements.
     FA_DEVICE int64_t offset(int64_t stride_batch, int64_t stride_row, int64_t stride_head, int head) const {
         return batch * stride_batch + first * stride_row + head * stride_head;
     }
 };
 
-// Of varlen sequences that lie one behind the other, slots are found without looking at all of them: one more than the
-// chunks of the tokens before it, for each sequence before it, is always enough.
+// The first slot of a varlen sequence is found without a look at the other sequences: the chunks of all tokens before it,
+// plus one for each sequence before it, are always enough.
 FA_DEVICE Sequence sequence_at(const ChunkParams& p, int index) {
     if (p.cu_seqlens == nullptr) return {index, 0, p.seqlen, index * ((p.seqlen + kChunk - 1) / kChunk)};
     const int first = p.cu_seqlens[index];
     return {0, first, p.cu_seqlens[index + 1] - first, first / kChunk + index};
 }
 
-// The sequence that a slot belongs to: the last that begins at it or before.
+// The sequence of a slot: the last one that begins at the slot or before it.
 FA_DEVICE Sequence sequence_of_slot(const ChunkParams& p, int slot) {
     int low = 0, high = p.num_sequences;
     while (high - low > 1) {

@@ -5,14 +5,14 @@
 
 namespace fastattention {
 
-// Scratch has a slot for every chunk of tokens (chunk.cuh), slots of a head one behind the other, and of each:
+// Scratch memory has a slot for every chunk of tokens (chunk.cuh); slots of a head are contiguous. A slot has
 //
-//     scores    (chunk, chunk)      what an output takes of updates of its own chunk
-//     inverse   (chunk, chunk)      of the delta rule
+//     scores    (chunk, chunk)      weights of the chunk's own updates in its outputs
+//     inverse   (chunk, chunk)      with the delta rule
 //     factors                       of tokens, or gates of keys
 //     q_scaled, k_scaled  (chunk, columns of a tile)    with a gate for every key dimension
-//     states    (columns of v, columns of a tile)   as they were before the chunk
-//     updates   (columns of v, chunk)               of the delta rule
+//     states    (columns of v, columns of a tile)   before the chunk
+//     updates   (columns of v, chunk)               with the delta rule
 struct ChunkParams {
     const uint16_t* q;  // rows of q, k, v and out are aligned to 16 bytes
     const uint16_t* k;
@@ -22,7 +22,7 @@ struct ChunkParams {
     const float* initial_state;  // null for zeros
     const int32_t* cu_seqlens;   // null where sequences are rows of the batch
     uint16_t* out;               // contiguous
-    float* final_state;          // contiguous, null where nobody asks for it
+    float* final_state;          // contiguous, null if not needed
     uint16_t* scores;
     uint16_t* inverse;
     float* factors;
@@ -36,15 +36,15 @@ struct ChunkParams {
     int64_t v_stride_batch, v_stride_head;
     int64_t g_stride_batch, g_stride_row, g_stride_head;
     int64_t beta_stride_batch, beta_stride_row, beta_stride_head;
-    int64_t state_stride_sequence, state_stride_head, state_stride_key;  // of the initial state
+    int64_t state_stride_sequence, state_stride_head, state_stride_key;  // strides of the initial state
 
     int32_t q_stride_row, k_stride_row, v_stride_row;
     int32_t num_sequences, seqlen, num_slots;
     int32_t nheads, group_size;
     int32_t headdim_k, headdim_v;  // of states
-    int32_t columns_k, columns_v;  // of rows of q and k, of v and out: multiples of 8, zeros beyond the headdim
+    int32_t columns_k, columns_v;  // columns of q and k, and of v and out: multiples of 8, zeros beyond the headdim
     int32_t gate_format, beta_format;  // 0 float32, 1 float16, 2 bfloat16
-    int32_t normalizes;            // queries and keys
+    int32_t normalizes;            // whether queries and keys are normalized
 
     float scale;
 };

@@ -1,4 +1,4 @@
-// How tiles of a chunk get to shared memory, for states.cuh and outputs.cuh.
+// Copies tiles of a chunk to shared memory, for states.cuh and outputs.cuh.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -10,12 +10,12 @@ namespace fastattention {
 constexpr bool kGatePerKey = Config::gate_per_key;
 static_assert(!(kDeltaRule && kGatePerKey), "the delta rule has one gate a head");
 
-constexpr int kColumns = kHeaddimV;  // of v, of a CTA
+constexpr int kColumns = kHeaddimV;  // columns of v per CTA
 
-// CTAs that share the columns of v of a head.
+// The number of CTAs that divide the columns of v of a head.
 FA_DEVICE int num_column_parts(const ChunkParams& p) { return (p.columns_v + kColumns - 1) / kColumns; }
 
-// 16 bytes, or zeros. What copies ask for has no branches: products go on meanwhile.
+// Copies 16 bytes, or zeros. There is no branch, so that products go on meanwhile.
 FA_DEVICE void copy_128(uint32_t to, const void* from, bool valid) {
     if constexpr (Arch::kAsyncCopy) {
         copy_async_128(to, from, valid);
@@ -24,7 +24,7 @@ FA_DEVICE void copy_128(uint32_t to, const void* from, bool valid) {
     }
 }
 
-// Copies numbers that lie in order. Team: the threads that copy.
+// Copies contiguous floats. Team: the threads that copy.
 template <class Team, int kCount>
 FA_DEVICE void copy_numbers(const float* from, bool valid, uint32_t to) {
     constexpr int kPieces = kCount / 4;
@@ -37,7 +37,7 @@ FA_DEVICE void copy_numbers(const float* from, bool valid, uint32_t to) {
 
 constexpr int kTrianglePitch = pitch_of<2>(kChunk), kTriangleBytes = kChunk * kTrianglePitch;
 
-// Copies a square of a chunk that is zero above the diagonal; what is above it is not read.
+// Copies a square of a chunk that is zero above the diagonal; elements above it are not read.
 template <class Team>
 FA_DEVICE void copy_triangle(const uint16_t* from, bool valid, uint32_t to) {
     constexpr int kPieces = kChunk / 8, kRowStep = Team::kThreads / kPieces;
@@ -64,7 +64,7 @@ struct TokenRows {
     int64_t stride_head;
 };
 
-// Of a head, from a column on; with gates of keys those of scratch, kStride numbers each.
+// The rows of a head, starting at a column. With a gate for every key dimension they are in scratch, kStride elements each.
 template <int kStride>
 FA_DEVICE SourceRows<uint16_t, false> token_source(const ChunkParams& p, const Sequence& sequence, int head,
                                                    const TokenRows& rows, const uint16_t* scaled, int column) {

@@ -1,4 +1,4 @@
-// What the kernels of chunked linear attention with one gate a head tell each other of a chunk.
+// Factors of a chunk, which kernels of chunked linear attention with one gate per head hand to each other.
 #pragma once
 
 #include "chunk.cuh"
@@ -7,14 +7,14 @@ namespace fastattention {
 
 constexpr bool kDeltaRule = Config::delta_rule;
 
-// A plane has a number for each token, which multiplies
+// Per-token factors of a chunk. Each enumerator names what the factor scales.
 enum FactorPlane {
     kKeysOfState,     // what the state holds for its key
-    kQueriesOfState,  // what its query finds in the state
-    kKeysToState,     // what it leaves in the state behind the chunk
+    kQueriesOfState,  // what the state holds for its query
+    kKeysToState,     // what it adds to the state after the chunk
     kBetas,           // beta
 };
-constexpr int kStateFactor = 4 * kChunk;   // where the factor of the state itself stands
+constexpr int kStateFactor = 4 * kChunk;   // the index of the factor of the state itself
 constexpr int kFactors = 4 * kChunk + 4;  // rounded up to 16 bytes
 
 }  // namespace fastattention

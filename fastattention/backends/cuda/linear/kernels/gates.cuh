@@ -5,7 +5,7 @@
 
 namespace fastattention {
 
-// A number as it lies in memory: whoever widened it would wait for it. format: see step_params.h.
+// Reads the bits of a value; widening it here would wait for the load. format: see step_params.h.
 FA_DEVICE uint32_t read_bits(const void* numbers, int64_t at, int format) {
     return format == 0 ? static_cast<const uint32_t*>(numbers)[at] : static_cast<const uint16_t*>(numbers)[at];
 }
@@ -16,8 +16,8 @@ FA_DEVICE float widen_bits(uint32_t bits, int format) {
     return format == 1 ? Float16::widen(half) : Bfloat16::widen(half);
 }
 
-// A gate from its logarithm. Near 1 to half a unit in the last place: what a state forgets with each of many thousand tokens
-// must not be off in one direction. 0 for -infinity.
+// Computes a gate from its logarithm; 0 for -infinity. Gates near 1 are accurate to half a unit in the last place: over many
+// thousand tokens, errors in one direction would add up in the state.
 FA_DEVICE float gate_of(float log) {
     const float near = 1.0f + log * (1.0f + log * (1.0f / 2 + log * (1.0f / 6 + log * (1.0f / 24 + log * (1.0f / 120)))));
     return log > -0.125f && log < 0.125f ? near : exp_exact(log);

@@ -1,10 +1,10 @@
-// The outputs of chunked linear attention, of all chunks at once. A CTA has a chunk of a head and columns of v; its warps share
-// out the chunk's queries, and columns where there are more warps than steps of queries. With the state S before the chunk
-// and the updates u, which states.cuh left, and the scores A:
+// Computes the outputs of chunked linear attention, for all chunks at once. A CTA has a chunk of a head and some columns of
+// v. Its warps divide the chunk's queries, and columns if there are more warps than steps of queries. With the state S
+// before the chunk and the updates u from states.cuh, and the scores A:
 //
 //     o = a Q S^T + A u^T    a: products of gates; u = V without the delta rule
 //
-// With a gate for every key dimension Q holds the gates already.
+// With a gate for every key dimension, Q includes the gates already.
 #pragma once
 
 #include "chunk_tiles.cuh"
@@ -18,21 +18,21 @@ static_assert(kWarpOutColumns % 16 == 0, "warps have whole accumulators");
 class Outputs {
     using QueryCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
     using StateCopy = TileCopy<Arch, WholeCta, uint16_t, false, kColumns, kHeaddim>;
-    // Of values, a row for a token; of updates, a row for a column of v.
+    // Values have a row per token; updates have a row per column of v.
     using UpdateCopy =
         TileCopy<Arch, WholeCta, uint16_t, false, kDeltaRule ? kColumns : kChunk, kDeltaRule ? kChunk : kColumns>;
     using Out = float[1][kWarpOutColumns / 8][Arch::kElements];
 
     static constexpr int kStatesAt = QueryCopy::kBytes, kScoresAt = kStatesAt + StateCopy::kBytes,
                          kUpdatesAt = kScoresAt + kTriangleBytes;
-    // Results take the place of queries.
+    // Results are staged in the memory of queries.
     static constexpr int kOutPitch = pitch_of<2>(kColumns);
     static_assert(kChunk * kOutPitch <= QueryCopy::kBytes, "there is room");
 
 public:
     static constexpr int kBytes = kUpdatesAt + UpdateCopy::kBytes;
 
-    // column: the CTA's first of v.
+    // column: the CTA's first column of v.
     FA_DEVICE Outputs(const ChunkParams& p, const Sequence& sequence, int chunk, int head, int column)
         : p_(p),
           sequence_(sequence),
@@ -109,7 +109,7 @@ private:
         }
     }
 
-    // Of the lane's queries.
+    // Reads the factors of the lane's queries.
     FA_DEVICE void read_factors(float (&factors)[2], int64_t slot) const {
         if constexpr (kGatePerKey) return;
 #pragma unroll
@@ -117,7 +117,7 @@ private:
             factors[which] = p_.factors[slot * kFactors + kQueriesOfState * kChunk + query_ + Arch::row(which)];
     }
 
-    // What the warp left.
+    // Writes the warp's results from shared memory to out.
     FA_DEVICE void write_out(uint32_t from) const {
         constexpr int kPieces = kWarpOutColumns / 8, kAll = Arch::kStepRows * kPieces;
         const int first = chunk_ * kChunk + query_, first_column = column_ + out_column_;
@@ -135,7 +135,7 @@ private:
     const ChunkParams& p_;
     const Sequence sequence_;
     const int chunk_, head_, column_;
-    const int query_, out_column_;  // the warp's first, of the CTA's
+    const int query_, out_column_;  // the warp's first query and column within the CTA
     const uint32_t at_ = shared_memory();
 };
 static_assert(Outputs::kBytes == Config::shared_bytes, "chunk_config.py computes the same");

@@ -1,11 +1,11 @@
-// Of every chunk of tokens what depends on no state, with one gate a head; all chunks at once. With a(i, j) the product of the
-// gates of tokens j+1 to i, and -1 for all tokens of the chunk up to i:
+// Computes what does not depend on the state, for all chunks of tokens at once, with one gate per head. a(i, j) is the
+// product of the gates of tokens j+1 to i, and a(i, -1) of all tokens of the chunk up to i:
 //
 //     scores   scale a(i, j) (q_i . k_j)  for j <= i
 //     inverse  (I + L)^-1 - I of the delta rule, where L is beta_i a(i, j) (k_i . k_j) for j < i
-//     factors  of tokens, FactorPlane below, and a(last, -1)
+//     factors  per token (FactorPlane), and a(last, -1)
 //
-// Lengths of queries and keys, where they are to be 1, are such factors too: rows stay as they are.
+// If queries and keys are normalized, the inverses of their lengths are part of these factors; rows do not change.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -17,31 +17,31 @@
 
 namespace fastattention {
 
-// A warp multiplies its rows, of queries or of keys, with all keys.
+// A warp multiplies its rows, queries or keys, with all keys.
 constexpr int kRowGroups = kChunk / Arch::kStepRows;
 static_assert(kWarps == kRowGroups * (kDeltaRule ? 2 : 1), "a warp has rows of queries or of keys");
 static_assert(kThreads >= kChunk, "a thread has a token");
 
-// Tokens whose gates are multiplied, and rows of the inverse that are found, one after the other. What lies further apart
-// is products of such parts.
+// Tokens of a part. Within a part, gates are multiplied and rows of the inverse are computed one after the other. Across
+// parts they are products of parts.
 constexpr int kPart = 16;
 
 using TokenCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
 
-// The inverse of a key's or query's length.
-constexpr float kLengthEpsilon = 1e-6f;  // reference.py says the same
+// Added to the squared length of a key or query.
+constexpr float kLengthEpsilon = 1e-6f;  // as in linear/reference.py
 
-// What a chunk has in shared memory: keys, queries; products of gates; numbers of tokens. With the delta rule, L later takes
-// the place of the products, and its inverse that of keys and queries.
+// The shared memory of a chunk: keys and queries, products of gates, and values per token. With the delta rule, L later
+// takes the place of the products, and its inverse the place of keys and queries.
 class ChunkMemory {
-    // Eight rows that lanes read together, 16 of them 8 bytes each, are in different banks.
+    // Eight rows that 16 lanes read together, 8 bytes each, are in different banks.
     static constexpr int kProductPitch = (kChunk + 8) * 4;
     static constexpr int kProducts = 2 * TokenCopy::kBytes, kGates = kProducts + kChunk * kProductPitch,
                          kBetas = kGates + kChunk * 4, kLengths = kBetas + kChunk * 4;
 
 public:
     static constexpr int kBytes = kLengths + 2 * kChunk * 4;
-    // Of L and its inverse: eight lanes that read 16 bytes each of neighbouring rows are in different banks.
+    // For L and its inverse: eight lanes that read 16 bytes each from neighbouring rows use different banks.
     static constexpr int kPitch = (kChunk + 4) * 4;
     static_assert(kPitch <= kProductPitch && kChunk * kPitch <= 2 * TokenCopy::kBytes, "there is room");
 
@@ -55,7 +55,7 @@ public:
     FA_DEVICE uint32_t beta(int token) const { return at_ + kBetas + token * 4; }
     // The inverses of lengths of keys, then of queries.
     FA_DEVICE uint32_t length(int row) const { return at_ + kLengths + row * 4; }
-    // Numbers of L, and of its inverse.
+    // Elements of L, and of its inverse.
     FA_DEVICE uint32_t system(int row, int column) const { return at_ + kProducts + row * kPitch + column * 4; }
     FA_DEVICE uint32_t inverse(int row, int column) const { return at_ + row * kPitch + column * 4; }
 
@@ -83,7 +83,7 @@ public:
           slot_(static_cast<int>(slot_of(p, sequence, head)) + chunk) {}
 
     FA_DEVICE void run() const {
-        const TokenBits bits = read_gates();  // which arrive while tokens are copied
+        const TokenBits bits = read_gates();  // they arrive while tokens are copied
         const int key_head = head_ / p_.group_size;
         copy_tokens(p_.k + sequence_.offset(p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head, key_head), p_.k_stride_row,
                     memory_.keys());
@@ -103,7 +103,7 @@ public:
         Products products = {};
         multiply_keys(products, has_queries, group);
         write_factors();
-        if constexpr (kDeltaRule) cta_barrier();  // keys and products of gates are read
+        if constexpr (kDeltaRule) cta_barrier();  // all threads have read keys and products of gates
         if (has_queries) {
             write_scores(products, group);
         } else {
@@ -124,7 +124,7 @@ public:
 private:
     using Products = float[1][kChunk / 8][Arch::kElements];
 
-    // What a thread has read of a token.
+    // The gate and beta of a thread's token, as they are in memory.
     struct TokenBits {
         uint32_t gate, beta;
     };
@@ -153,7 +153,7 @@ private:
         return bits;
     }
 
-    // Tokens that there are not leave the state as it is.
+    // Stores gates and betas in shared memory. Padding tokens leave the state unchanged.
     FA_DEVICE void leave_gates(TokenBits bits) const {
         const int token = thread_index();
         if (token >= kChunk) return;
@@ -164,8 +164,8 @@ private:
         store_number(memory_.length(kChunk + token), 1.0f);
     }
 
-    // A gate more from row to row, within parts: products only, for a quotient of two that begin with the chunk would lose
-    // what they no longer hold. Columns behind the tokens' are those of the tokens before parts.
+    // Multiplies gates within parts, one more gate from row to row. Quotients of products since the start of the chunk would
+    // be inexact once these underflow. Columns after those of tokens are for the tokens before parts.
     FA_DEVICE void multiply_within_parts() const {
         for (int column = thread_index(); column < kChunk + kChunk / kPart; column += kThreads) {
             const bool is_token = column < kChunk;
@@ -183,8 +183,8 @@ private:
         }
     }
 
-    // Of a token of one part and those of later ones: the rest of the token's part, parts between them, and the beginning of
-    // the later one. Threads share the rows of a column.
+    // Multiplies gates from a token to tokens of later parts: the rest of its own part, the parts in between, and the
+    // beginning of the later part. Threads share the rows of a column.
     FA_DEVICE void multiply_parts() const {
         constexpr int kRows = kPart * kChunk / kThreads;
         const int column = thread_index() % kChunk, share = thread_index() / kChunk * kRows;
@@ -209,10 +209,10 @@ private:
         store_number(memory_.product(row, kChunk), product);
     }
 
-    // Eight lanes share a row. Of a row of zeros, which stays one, any factor will do: 0 keeps what it is multiplied with
-    // from overflowing.
+    // Computes the inverses of lengths; eight lanes share a row. For a row of zeros any factor will do, and 0 keeps products
+    // with the factor from overflowing.
     FA_DEVICE void find_lengths() const {
-        constexpr int kSteps = 2 * kChunk / (4 * kWarps);  // a warp has four rows in each
+        constexpr int kSteps = 2 * kChunk / (4 * kWarps);  // a warp has four rows per step
         float sums[kSteps] = {};
         const int first = warp_index() * 4 + lane_index() / 8;
 #pragma unroll
@@ -254,12 +254,12 @@ private:
         }
     }
 
-    // Scores of the warp's queries, or L of its keys; zeros beyond the diagonal.
+    // Computes scores of the warp's queries, or L of its keys, with zeros above the diagonal.
     FA_DEVICE void multiply_keys(Products& products, bool has_queries, int group) const {
         typename Arch::template Rows<1, kHeaddim> rows;
         rows.load((has_queries ? memory_.queries() : memory_.keys()) + group * Arch::kStepRows * TokenCopy::kPitch);
         Arch::multiply_rows(products, rows, memory_.keys());
-        warp_barrier();  // its rows are read
+        warp_barrier();  // all lanes have read the rows
         int row[2];
         float factor[2];
 #pragma unroll
@@ -271,7 +271,7 @@ private:
 #pragma unroll
         for (int n = 0; n < kChunk / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < Arch::kElements; i += 4) {  // two of each row
+            for (int i = 0; i < Arch::kElements; i += 4) {  // two elements of each row
                 const int column = Arch::score_column(n, i);
                 const Words2 keys = load_shared_64(memory_.length(column));
 #pragma unroll
@@ -287,7 +287,7 @@ private:
             }
     }
 
-    // Calls visit(row, column, two products of it and the next column).
+    // Calls visit(row, column, pair) with the products in `column` and the next column.
     template <class Visit>
     FA_DEVICE void visit_pairs(const Products& products, int group, Visit visit) const {
 #pragma unroll
@@ -298,7 +298,7 @@ private:
                       &products[0][n][i]);
     }
 
-    // Through the place of the warp's own queries.
+    // Writes scores by way of the memory of the warp's own queries.
     FA_DEVICE void write_scores(const Products& products, int group) const {
         visit_pairs(products, group, [&](int row, int column, const float* pair) {
             store_shared_32(memory_.queries() + row * TokenCopy::kPitch + column * 2, Operand::pack(pair[0], pair[1]));
@@ -313,22 +313,22 @@ private:
         }
     }
 
-    // What it has on the diagonal nobody reads.
+    // Stores L in shared memory. Its diagonal is never read.
     FA_DEVICE void leave_system(const Products& products, int group) const {
         visit_pairs(products, group, [&](int row, int column, const float* pair) {
-            const int odd = row % 2;  // neighbouring rows begin with different columns, which are in different banks
+            const int odd = row % 2;  // neighbouring rows begin with different columns, in different banks
             store_number(memory_.system(row, column + odd), odd ? pair[1] : pair[0]);
             store_number(memory_.system(row, column + 1 - odd), odd ? pair[0] : pair[1]);
         });
     }
 
-    // The inverse T of a triangle (L1, 0; L21, L2) is (T1, 0; -T2 L21 T1, T2). So parts at the diagonal are inverted first;
-    // products join two of them to a triangle, and two triangles to the whole. The place of L beyond the diagonal, beside
-    // what is being joined, holds L21 T1 meanwhile.
+    // The inverse T of a triangle (L1, 0; L21, L2) is (T1, 0; -T2 L21 T1, T2). So parts on the diagonal are inverted first.
+    // Products join two of them to a triangle, and two triangles to the whole. L21 T1 is kept in unused memory of L above
+    // the diagonal meanwhile.
     static constexpr int kTriangle = kChunk < 2 * kPart ? kPart : 2 * kPart;
     static_assert(kChunk == kTriangle || kChunk == 2 * kTriangle, "two triangles are joined");
 
-    // By one warp.
+    // One warp inverts a triangle.
     FA_DEVICE void invert_triangle(int first) const {
         if constexpr (kTriangle == kPart) {
             if (lane_index() < kPart) invert_part(first);
@@ -342,8 +342,8 @@ private:
         multiply<kPart, true>(memory_.inverse(second, second), memory_.system(first, second), memory_.inverse(second, first));
     }
 
-    // A lane has a column: T_ij = -sum of L_ik T_kj over k < i. Four rows at a time, whose sums over rows before them do not
-    // wait for each other.
+    // A lane computes a column: T_ij = -sum of L_ik T_kj over k < i. It computes four rows at a time, whose sums over
+    // earlier rows do not depend on each other.
     FA_DEVICE void invert_part(int first) const {
         const int column = lane_index() % kPart;
         float x[kPart];
@@ -366,7 +366,7 @@ private:
         for (int row = 0; row < kPart; ++row) store_number(memory_.inverse(first + row, first + column), x[row]);
     }
 
-    // The square below the first triangle and beside the second; of the warp's columns.
+    // Computes the warp's columns of the square below the first triangle and beside the second.
     FA_DEVICE void join_triangles(int column) const {
         multiply<kTriangle, false>(memory_.system(kTriangle, 0), memory_.inverse(0, column),
                                    memory_.system(0, kTriangle + column), column);
@@ -375,9 +375,9 @@ private:
                                   memory_.inverse(kTriangle, column));
     }
 
-    // to = a b, or -a b, by a warp, where a has kSize rows and columns, and b and `to` have kPart columns. b is 0 before
-    // first_row, which is a multiple of kPart; of -a b, a is 0 above its diagonal. A lane has four columns, of every eighth row:
-    // fewer numbers of each would be loaded more often.
+    // A warp computes to = a b, or -a b, where a has kSize rows and columns, and b and `to` have kPart columns. b is 0
+    // before first_row, a multiple of kPart; for -a b, a is 0 above its diagonal. A lane computes four columns of every
+    // eighth row: with smaller shares, values would be loaded more often.
     template <int kSize, bool kNegates>
     FA_DEVICE void multiply(uint32_t a, uint32_t b, uint32_t to, int first_row = 0) const {
         constexpr int kPitch = ChunkMemory::kPitch, kRows = kSize / 8;
@@ -430,8 +430,8 @@ private:
 
     const ChunkParams& p_;
     const Sequence sequence_;
-    const int head_, first_;  // first token, of the sequence
-    const int slot_;  // of those of all heads: there are as many CTAs
+    const int head_, first_;  // the chunk's first token in the sequence
+    const int slot_;  // index among the slots of all heads
     const ChunkMemory memory_;
 };
 

@@ -1,19 +1,19 @@
-// Of every chunk of tokens what depends on no state, with a gate for every key dimension; all chunks at once. With a(i, j) the
-// products of the gates of tokens j+1 to i, which are vectors, and -1 for all tokens of the chunk up to i:
+// Computes what does not depend on the state, for all chunks of tokens at once, with a gate for every key dimension. a(i, j)
+// is the product of the gates of tokens j+1 to i, a vector, and a(i, -1) of all tokens of the chunk up to i:
 //
 //     q_scaled   scale a(i, -1) q_i                  factors   a(last, -1)
 //     k_scaled   a(last, j) k_j                      scores    scale (a(i, j) q_i) . k_j  for j <= i
 //
-// Scores of a block of 4 tokens are summed in float. Further apart they are products of matrix units: of parts of 4 tokens
-// first, then of 8, 16 and 32, queries of every second part meet keys of the part before it.
+// Scores within a block of 4 tokens are summed in float. Scores of tokens further apart come from matrix instructions: in
+// parts of 4 tokens first, then of 8, 16 and 32, queries of every second part meet keys of the part before it.
 //
 //     tokens   0 1 2 3   4 5 6 7   8 ...      4: queries 4 to 7 with keys 0 to 3
 //              ---4---   ---4---   ---        8: queries 8 to 15 with keys 0 to 7
 //              --------8--------   ---       16: queries 16 to 31 with keys 0 to 15
 //
-// Queries have taken all gates since their part began, keys all gates behind them to the end of theirs: products of gates,
-// never quotients, so that no factor exceeds 1 and strong gates do not overflow. As operands they are rounded to 16 bits once.
-// A size of parts has a tile, with a row for each token: its query in every second part, otherwise its key.
+// Queries are multiplied by all gates since their part began, keys by all gates after them until their part ends. These are
+// products of gates, never quotients, so no factor exceeds 1 and strong gates do not overflow. Operands are rounded to 16
+// bits once. Each size of parts has a tile with a row per token: its query in every second part, otherwise its key.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -28,12 +28,12 @@ namespace fastattention {
 constexpr int kBlock = 4, kGroup = 16, kGroups = kChunk / kGroup;
 constexpr int kSlice = 64;  // columns of queries and keys at a time
 constexpr int kGateFormat = Config::gate_format;  // as ChunkParams::gate_format
-constexpr int kSizes = kGroups == 4 ? 4 : 3;  // of parts: kBlock << index
+constexpr int kSizes = kGroups == 4 ? 4 : 3;  // sizes of parts: kBlock << index
 static_assert(kGroups == 4 || kGroups == 2, "two or four groups are joined");
 static_assert(kWarps == kChunk / (2 * kBlock), "a warp has two blocks");
 static_assert(kHeaddim % kSlice == 0 && kChunk % Arch::kStepRows == 0, "slices and steps are whole");
 
-// Tiles of all sizes, and the products of gates of warps; then scores.
+// Shared memory holds tiles of all sizes and each warp's products of gates; scores later take their place.
 constexpr int kPitch = pitch_of<2>(kSlice);
 constexpr int kTileBytes = kChunk * kPitch;
 constexpr int kScorePitch = pitch_of<2>(kChunk);
@@ -41,7 +41,7 @@ constexpr int kSharedMemory = kSizes * kTileBytes + kWarps * kSlice * 4;
 static_assert(kChunk * kScorePitch <= kSharedMemory && kSharedMemory == Config::shared_bytes,
               "chunk_config.py computes the same");
 
-// Numbers of four neighbouring columns.
+// Values of four neighbouring columns.
 struct Four {
     float x[4];
 
@@ -76,7 +76,7 @@ FA_DEVICE Four chosen(bool first, const Four& a, const Four& b) {
 
 FA_DEVICE uint32_t half_of(const Words2& words, int i) { return words.word[i / 2] >> i % 2 * 16 & 0xffffu; }
 
-// Gates in memory, four neighbours of which are read at once.
+// Reads gates from memory, four neighbours at once.
 template <int kFormat>
 struct Gates {
     using Number = uint16_t;
@@ -120,22 +120,22 @@ private:
     using Products = float[1][kGroup / 8][Arch::kElements];
     using KeyGates = Gates<kGateFormat>;
 
-    // Of a lane, as they lie in memory: four columns of a block.
+    // Four columns of a block, which a lane reads, as they are in memory.
     struct Bits {
         Words2 queries[kBlock], keys[kBlock];
         KeyGates::Words gates[kBlock];
     };
 
-    // Queries by the gates of the block up to theirs, keys by those behind them, and the product of all.
+    // Queries times the gates of the block up to theirs, keys times the gates after them, and the product of all gates.
     struct Block {
         Four queries[kBlock], keys[kBlock], gates;
     };
 
-    // Products of the gates of a part: of those before the lane's block, of those behind it, and of all.
+    // Products of the gates of a part: of those before the lane's block, of those after it, and of all.
     struct Part {
         Four before, behind, gates;
 
-        // With the part beside it: the one before, of a second part, or the one behind.
+        // Joins this part with its neighbour: the part before it if this is the second of two, otherwise the part after it.
         FA_DEVICE void join(const Four& other, bool is_second) {
             before = chosen(is_second, before * other, before);
             behind = chosen(is_second, behind, behind * other);
@@ -143,7 +143,7 @@ private:
         }
     };
 
-    // Half a warp has a block.
+    // Half a warp processes a block.
     static FA_DEVICE int own_block() { return lane_index() >> 4; }
     static FA_DEVICE int own_column() { return (lane_index() & 15) * 4; }
     FA_DEVICE int own_token() const { return (warp_ * 2 + own_block()) * kBlock; }
@@ -153,11 +153,11 @@ private:
         return memory_ + kSizes * kTileBytes + warp * kSlice * 4 + own_column() * 4;
     }
 
-    // Of the next slice, which the one before made the L2 cache fetch. Rows of q, k and g have the same columns: chunk_plan.py
-    // aligns all of them.
+    // Reads the next slice, which the L2 cache prefetched with the previous one. Rows of q, k and g have the same columns:
+    // chunk_plan.py aligns all of them.
     FA_DEVICE Bits read(int column) {
         const int rows = column + own_column() < p_.columns_k ? rows_ : 0;
-        const int g_stride_row = static_cast<int>(p_.g_stride_row);  // of aligned rows it is small enough
+        const int g_stride_row = static_cast<int>(p_.g_stride_row);  // the stride of aligned rows is small enough
         Bits bits = {};
 #pragma unroll
         for (int row = 0; row < kBlock; ++row) {
@@ -172,7 +172,7 @@ private:
         return bits;
     }
 
-    // Between the two barriers warps know the gates of all others.
+    // Between the two barriers, warps can read the gates of all others.
     FA_DEVICE void add_slice(const Bits& bits, int column) {
         Block block;
         multiply_block(bits, block);
@@ -195,7 +195,7 @@ private:
         if (has_outer_task()) multiply(outer_, outer_task());
     }
 
-    // Keys meet one query after the other, and before each the gate of that token.
+    // Keys are multiplied with one query after the other, and before each by the gate of its token.
     FA_DEVICE void multiply_block(const Bits& bits, Block& block) {
 #pragma unroll
         for (int column = 0; column < 4; ++column) {
@@ -219,7 +219,7 @@ private:
         }
     }
 
-    // Leaves queries of the second of two parts, or keys of the first.
+    // Stores queries of the second of two parts, or keys of the first.
     FA_DEVICE void leave(int size, bool is_second, const Block& block, const Part& part) const {
         const uint32_t to = tile(size, own_token()) + own_column() * 2;
         if (size == 0) {  // lanes of a warp differ
@@ -237,7 +237,7 @@ private:
         }
     }
 
-    // Of half a warp.
+    // Joins the parts of the two halves of a warp.
     static FA_DEVICE void join_lanes(Part& part, bool is_second) {
         Four other;
 #pragma unroll
@@ -245,7 +245,7 @@ private:
         part.join(other, is_second);
     }
 
-    // Of so many warps.
+    // Joins parts of kCount warps each.
     template <int kCount>
     FA_DEVICE void join_warps(Part& part) const {
         const int first = (warp_ / kCount ^ 1) * kCount;
@@ -271,15 +271,15 @@ private:
     // Volta multiplies the rows of two groups at once.
     static FA_DEVICE int first_row(int group) { return group * kGroup / Arch::kStepRows * Arch::kStepRows; }
 
-    // Products that a warp finds: of a size of parts, of queries of one group and keys of the same or another.
+    // Products that a warp computes: in parts of one size, of queries of one group and keys of the same or another group.
     struct Task {
         int size, group, key_group;
     };
 
-    // Of parts of 4 or 8 tokens.
+    // The task for parts of 4 or 8 tokens.
     FA_DEVICE Task inner_task() const { return {warp_ % 2, warp_ / 2, warp_ / 2}; }
 
-    // Of parts of 32 or 16 tokens.
+    // Tasks for parts of 32 or 16 tokens.
     static constexpr int kOfLargest = kGroups == 4 ? 4 : 0, kOuterTasks = kOfLargest + kGroups / 2;
     FA_DEVICE bool has_outer_task() const { return warp_ < kOuterTasks; }
     FA_DEVICE Task outer_task() const {
@@ -302,7 +302,7 @@ private:
         if (has_outer_task()) leave_products(outer_, outer_task());
     }
 
-    // Scores are read eight columns at once: those behind the first of two blocks are zeros.
+    // Stores scores within blocks. Scores are read eight columns at once, so zeros follow those of the first of two blocks.
     FA_DEVICE void leave_blocks() {
 #pragma unroll
         for (int row = 0; row < kBlock; ++row) {
@@ -315,7 +315,7 @@ private:
         }
     }
 
-    // Those of queries of a second part with keys of the part before it.
+    // Stores scores of queries of a second part with keys of the part before it.
     FA_DEVICE void leave_products(const Products& products, Task task) const {
         static_assert(Arch::kStepRows == kGroup || kGroups == 2, "all of the largest size are");
         const int first_key = task.key_group * kGroup, first_query = first_row(task.group) - first_key;
@@ -344,12 +344,12 @@ private:
     const ChunkParams& p_;
     const uint32_t memory_ = shared_memory();
     const int warp_;
-    const int rows_;  // from the lane's first token to the end of the sequence
+    const int rows_;  // tokens from the lane's first one to the end of the sequence
     const int slot_;
-    const uint16_t* q_;  // the lane's, of the next slice
+    const uint16_t* q_;  // the lane's columns of the next slice
     const uint16_t* k_;
     const KeyGates::Number* g_;
-    Four scores_[kBlock] = {};  // of queries with keys of their block
+    Four scores_[kBlock] = {};  // scores of queries with keys of their block
     Products inner_ = {}, outer_ = {};
 };
 

@@ -1,4 +1,4 @@
-// Sums over the rows of a state, which the lanes and warps of a CTA share out among themselves.
+// Sums over the rows of a state, which the lanes and warps of a CTA divide among themselves.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -9,14 +9,14 @@ namespace fastattention {
 // There are kProducts sums for each column.
 template <int kLanes, int kWarps, int kProducts>
 class RowSums {
-    static constexpr int kFours = kProducts * kLanes + 1;  // of a warp: those of its columns, and one for the rows
+    static constexpr int kFours = kProducts * kLanes + 1;  // fours of sums per warp: for its columns, and one for the rows
     static constexpr int kBufferBytes = kWarps * kFours * 16;
 
 public:
     static constexpr int kBytes = kWarps > 1 ? 2 * kBufferBytes : 0;
     static_assert(kFours <= 32, "each is stored by another lane");
 
-    // warp: the index of this one
+    // warp: the index of this warp.
     FA_DEVICE explicit RowSums(int warp) : warp_(warp) {}
 
     // of_rows: up to four sums that belong to no column. Every lane gets the sums of its own columns.
@@ -34,8 +34,8 @@ public:
             for (int product = 0; product < kProducts; ++product)
                 load(of_columns[product], product * kLanes + lane_index() % kLanes);
             load(of_rows, kProducts * kLanes);
-            // The next sums go to the other buffer. When this one's turn comes again, all warps have met there: they have
-            // read these.
+            // The next sums go to the other buffer. Before this one is used again, all warps pass the barrier in between, so
+            // they have read these sums.
             buffer_ ^= 1;
         }
     }
@@ -50,7 +50,7 @@ private:
         return shared_memory() + static_cast<uint32_t>(buffer_ * kBufferBytes + (warp * kFours + four) * 16);
     }
 
-    // Lanes of other rows have the same sums: they store one kind each.
+    // Lanes of different rows have the same sums, so each stores one kind of them.
     FA_DEVICE void store(const float (&of_columns)[kProducts][4], const float (&of_rows)[4]) const {
         const int kind = lane_index() / kLanes;
         Words4 words;
@@ -64,7 +64,7 @@ private:
         if (lane_index() < kFours) store_shared_128(address(warp_, lane_index()), words);
     }
 
-    // In the same order for all, so that all have the same. Those of eight warps would take too many registers at once.
+    // Adds in the same order in all warps, so that all get the same sums. Eight loads at once would take too many registers.
     FA_DEVICE void load(float (&sums)[4], int four) const {
 #pragma unroll 4
         for (int warp = 0; warp < kWarps; ++warp) {

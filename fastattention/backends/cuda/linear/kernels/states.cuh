@@ -1,15 +1,15 @@
-// Chunked linear attention, one chunk of tokens after the other: the states before all chunks, and what the delta rule writes
-// into them; outputs.cuh does the rest. A CTA has columns of the state of a head, and of v, and all key dimensions or a part.
-// Its warps share out the key dimensions of the state, which stays in their accumulators, and the tokens of all else. With
-// what prepare.cuh found, and columns of v as rows of all operands but the last:
+// The sequential part of chunked linear attention: the state before each chunk, and the updates of the delta rule;
+// outputs.cuh does the rest. A CTA has some columns of v and of a head's state, with all key dimensions or a part of them.
+// Its warps divide the key dimensions of the state, which stays in their accumulators, and the tokens of everything else.
+// With the results of prepare.cuh, and columns of v as rows of all operands but the last:
 //
-//     y = S K^T                        of the delta rule, what the state S holds for the keys
-//     u = beta (V - a y), u += u T^T   likewise, T being its inverse less I; otherwise u = V
+//     y = S K^T                        delta rule only: what the state S holds for the keys
+//     u = beta (V - a y), u += u T^T   delta rule only: T is its inverse less I; otherwise u = V
 //     S = a S + (a u) K                a: products of gates
 //
-// What one warp finds and others need lies in shared memory as operands. With a gate for every key dimension K of the last
-// holds the gates already, and those of S multiply its columns. Where copies are asynchronous, warps of their own begin them
-// and write scratch: instructions that access global memory wait for each other, and the chain of chunks does not.
+// Warps exchange results in shared memory, as operands. With a gate for every key dimension, the last K includes the gates
+// already, and the gates of S multiply its columns. Where copies are asynchronous, producer warps issue them and write
+// scratch: instructions that access global memory wait for each other, and the chain of chunks must not.
 #pragma once
 
 #include "chunk_tiles.cuh"
@@ -17,25 +17,25 @@
 namespace fastattention {
 
 constexpr int kSteps = kColumns / Arch::kStepRows;
-constexpr int kKeyParts = Config::num_key_parts;  // CTAs that share the key dimensions of a head
-constexpr int kStateColumns = kKeyParts * kHeaddim;  // of a row of scratch
+constexpr int kKeyParts = Config::num_key_parts;  // CTAs that divide the key dimensions of a head
+constexpr int kStateColumns = kKeyParts * kHeaddim;  // columns of a row of scratch
 constexpr int kCopyWarps = Config::num_copy_warps, kStateWarps = kWarps - kCopyWarps;
-constexpr int kKeyDims = kHeaddim / kStateWarps;  // of the state, of a warp
-constexpr int kTokens = kChunk / kStateWarps;  // likewise of keys and updates
+constexpr int kKeyDims = kHeaddim / kStateWarps;  // key dimensions of the state per warp
+constexpr int kTokens = kChunk / kStateWarps;  // tokens of keys and updates per warp
 static_assert(kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
 static_assert(!kDeltaRule || kKeyParts == 1, "it asks all of a column of the state");
-// Values of the next chunk become operands while this one's are multiplied: a chunk has one barrier.
+// Values of the next chunk become operands while this chunk's are multiplied, so that a chunk needs one barrier.
 constexpr bool kValuesAhead = !kDeltaRule && Arch::kAsyncCopy;
 static_assert(kStages >= (Arch::kAsyncCopy ? 2 + kValuesAhead : 1), "copies go on meanwhile");
 static_assert((kCopyWarps > 0) == Arch::kAsyncCopy, "where copies go on meanwhile, warps of their own begin them");
 
-// The threads that copy tiles, and what goes to scratch: all of them, or those of the last warps.
+// The threads that copy tiles and write scratch: all threads, or those of the last warps.
 struct CopyTeam {
     static constexpr int kThreads = 32 * (kCopyWarps > 0 ? kCopyWarps : kWarps);
     static FA_DEVICE int index() { return thread_index() - (kCopyWarps > 0 ? 32 * kStateWarps : 0); }
 };
 
-// What a chunk needs in shared memory.
+// The tiles of a chunk in shared memory.
 class ChunkTiles {
     using KeyCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kHeaddim>;
     using ValueCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kColumns>;
@@ -48,7 +48,7 @@ public:
     static constexpr int kKeyPitch = KeyCopy::kPitch, kValuePitch = ValueCopy::kPitch;
     static constexpr int kBytes = kFactorsAt + kNumbers * 4;
 
-    // column, key: the CTA's first.
+    // column, key: the CTA's first column of v and key dimension.
     FA_DEVICE ChunkTiles(const ChunkParams& p, const Sequence& sequence, int head, int column, int key)
         : keys_(token_source<kStateColumns>(p, sequence, head, {p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head},
                                             p.k_scaled, key)),
@@ -58,7 +58,7 @@ public:
           factors_(p.factors + slot_of(p, sequence, head) * kNumbersOfSlot + (kGatePerKey ? key : 0)),
           length_(sequence.length) {}
 
-    // Of a chunk behind the last nothing is read.
+    // Nothing is read for chunks after the last one.
     FA_DEVICE void begin_keys(int chunk, uint32_t to) {
         keys_.begin(chunk * kChunk, to);
         keys_.finish(to);
@@ -87,13 +87,13 @@ private:
     const int length_;
 };
 
-// What warps leave for each other behind the tiles: rows are columns of v.
+// Shared memory after the tiles, by which warps exchange results. Its rows are columns of v.
 class Exchange {
 public:
     static constexpr int kStatePitch = ChunkTiles::kKeyPitch, kTokenPitch = kTrianglePitch;
 
 private:
-    // While a chunk's updates and state are read the next one's are left, unless there is a barrier in between.
+    // The next chunk's updates and state are stored while this chunk's are read, unless there is a barrier in between.
     static constexpr int kTurns = kValuesAhead ? 2 : 1;
     static constexpr int kOfState = kColumns * kStatePitch, kOfTokens = kColumns * kTokenPitch;
     static constexpr int kToState = kStages * ChunkTiles::kBytes + kTurns * kOfState, kRest = kToState + kTurns * kOfTokens;
@@ -101,11 +101,11 @@ private:
 public:
     static constexpr int kBytes = kRest + (kDeltaRule ? 2 * kOfTokens : 0);
 
-    // As it is before a chunk.
+    // The state before a chunk.
     FA_DEVICE uint32_t state(int chunk) const { return at_ + kStages * ChunkTiles::kBytes + chunk % kTurns * kOfState; }
-    // A chunk's updates as the state takes them.
+    // A chunk's updates, scaled to be added to the state.
     FA_DEVICE uint32_t to_state(int chunk) const { return at_ + kToState + chunk % kTurns * kOfTokens; }
-    // What values are more than the state before the chunk holds.
+    // The values less what the state before the chunk holds for the keys, times beta.
     FA_DEVICE uint32_t rest() const { return at_ + kRest; }
     FA_DEVICE uint32_t updates() const { return at_ + kRest + kOfTokens; }
 
@@ -116,7 +116,7 @@ static_assert(Exchange::kBytes == Config::shared_bytes, "chunk_config.py compute
 
 class States {
 public:
-    // column, key: the CTA's first, of v and of key dimensions.
+    // column, key: the CTA's first column of v, and its first key dimension.
     FA_DEVICE States(const ChunkParams& p, int sequence, int head, int column, int key)
         : p_(p), sequence_(sequence_at(p, sequence)), head_(head), column_(column), key_(key), warp_(warp_index()) {}
 
@@ -131,8 +131,8 @@ public:
     }
 
 private:
-    // Barriers of find_states and copy are the same. At that of a chunk its tiles have arrived, what warps left too, and
-    // nobody uses the tiles before them any more.
+    // find_states and copy pass the same barriers. At a chunk's barrier its tiles and the results of other warps have
+    // arrived, and no thread uses the previous tiles any more.
     FA_DEVICE void find_states() {
         read_state();
         if constexpr (kValuesAhead) {
@@ -166,7 +166,7 @@ private:
             copy_async_wait<kStages - 2 - kValuesAhead>();
             cta_barrier();
             const int next = chunk + kStages - 1;
-            // In two bursts, so that what others read of shared memory waits less.
+            // Copies start in two bursts, so that other warps' reads of shared memory wait less.
             tiles.begin_keys(next, tiles_of(next));
             if constexpr (kDeltaRule) cta_barrier();
             tiles.begin_others(next, tiles_of(next));
@@ -180,13 +180,13 @@ private:
         copy_async_wait<0>();
     }
 
-    // Without warps that copy.
+    // Does the work of both where there are no producer warps.
     FA_DEVICE void find_states_alone() {
         const uint32_t tiles = tiles_of(0);
         read_state();
         for (int chunk = 0; chunk < num_chunks(); ++chunk) {
             if (chunk > 0) cta_barrier();
-            // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
+            // Addresses are computed anew for each chunk: the state leaves few registers to keep them.
             ChunkTiles copies(p_, sequence_, opaque(head_), opaque(column_), opaque(key_));
             copies.begin_keys(chunk, tiles);
             copies.begin_others(chunk, tiles);
@@ -208,10 +208,11 @@ private:
 
     static constexpr int kElements = Arch::kElements;
     using State = float[kSteps][kKeyDims / 8][kElements];
-    using Tokens = float[kSteps][kTokens / 8][kElements];  // a column for each
+    using Tokens = float[kSteps][kTokens / 8][kElements];  // one column per token
     using UpdateRows = typename Arch::template Rows<kSteps, kChunk>;
 
-    // Of a lane's columns. at: where that of an element of an accumulator stands, and behind it that of the next element.
+    // The factors of a lane's columns. at(n, i): the address of the factor of element i of accumulator n; the next
+    // element's factor follows it.
     template <int kTiles>
     struct ColumnFactors {
         float x[kTiles][kElements / 2];
@@ -232,14 +233,14 @@ private:
 
     static FA_DEVICE uint32_t tiles_of(int chunk) { return shared_memory() + chunk % kStages * ChunkTiles::kBytes; }
 
-    // The warp's first.
+    // The warp's first key dimension and its first token.
     FA_DEVICE int first_key() const { return warp_ * kKeyDims; }
     FA_DEVICE int first_token() const { return warp_ * kTokens; }
 
     FA_DEVICE int num_chunks() const { return sequence_.num_chunks(); }
     FA_DEVICE int64_t slot(int chunk) const { return slot_of(p_, sequence_, head_) + chunk; }
 
-    // Of the delta rule. The state lies in shared memory; behind the last barrier updates do.
+    // Computes the updates of the delta rule from the state in shared memory. After the last barrier they are there too.
     FA_DEVICE void find_updates(uint32_t tiles) const {
         Tokens values, x = {};
         read_values(values, tiles);
@@ -266,7 +267,7 @@ private:
         cta_barrier();
     }
 
-    // Without the delta rule: the warp's values are updates.
+    // Without the delta rule, the warp's values are the updates.
     FA_DEVICE void leave_values(uint32_t tiles, int chunk) const {
         Tokens x;
         read_values(x, tiles);
@@ -274,7 +275,7 @@ private:
         leave_tokens(x, exchange_.to_state(chunk));
     }
 
-    // Of the warp's tokens.
+    // The factors of the warp's tokens.
     FA_DEVICE ColumnFactors<kTokens / 8> token_factors(FactorPlane plane, uint32_t tiles) const {
         return ColumnFactors<kTokens / 8>([&](int n, int i) {
             return ChunkTiles::factor(tiles, plane * kChunk + first_token() + Arch::score_column(n, i));
@@ -293,7 +294,7 @@ private:
         Arch::template leave_values<Exchange::kStatePitch>(state_, exchange_.state(chunk) + first_key() * 2);
     }
 
-    // What warps left goes to scratch.
+    // Writes the state that warps have stored in shared memory to scratch.
     FA_DEVICE void write_state(int chunk) const {
         write_rows<kHeaddim, Exchange::kStatePitch>(
             exchange_.state(chunk), p_.states + (slot(chunk) * p_.columns_v + column_) * kStateColumns + key_, kStateColumns);
@@ -304,7 +305,7 @@ private:
                                                   p_.updates + (slot(chunk) * p_.columns_v + column_) * kChunk, kChunk);
     }
 
-    // Rows of kCount numbers, one for each column of v. stride: of rows in memory.
+    // Writes rows of kCount elements, one for each column of v. stride: of rows in global memory.
     template <int kCount, int kPitch>
     FA_DEVICE void write_rows(uint32_t from, uint16_t* to, int stride) const {
         constexpr int kPieces = kCount / 8, kAll = kColumns * kPieces;
@@ -349,14 +350,14 @@ private:
                 for (int i = 0; i < kElements; ++i) x[step][n][i] *= factors.x[n][Arch::column_of_element(i)];
     }
 
-    // Calls visit(element of the state, key dimension, column of v) of those that there are.
+    // Calls visit(element of the state, key dimension, column of v) for those that exist.
     template <class Visit>
     FA_DEVICE void for_each_of_state(Visit visit) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int n = 0; n < kKeyDims / 8; ++n) {
-                // Volta's state leaves few registers for addresses: one after the other.
+                // Volta's state leaves few registers, so addresses are computed one after the other.
                 if constexpr (!Arch::kAsyncCopy) warp_barrier();
 #pragma unroll
                 for (int i = 0; i < kElements; ++i) {
@@ -367,7 +368,7 @@ private:
             }
     }
 
-    // Of the sequence.
+    // The index of the sequence.
     FA_DEVICE int64_t index() const {
         return cta_index() / (static_cast<int64_t>(num_column_parts(p_) * kKeyParts) * p_.nheads);
     }

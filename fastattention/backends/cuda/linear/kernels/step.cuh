@@ -1,10 +1,10 @@
 // Linear attention token by token, for decoding; fastattention/linear/reference.py has the formulas. A state is read once,
 // stays in registers for all tokens of its sequence, and is written once.
 //
-// Columns of a state (headdim_k rows, headdim_v columns) do not depend on each other, so CTAs share out those of a head.
-// Warps of a CTA share out the rows. With S the state times the gates of a token, and w what the token adds along its key,
-// out = (S + k w^T)^T q = S^T q + (q . k) w. Both products, S^T k for w and S^T q, then take S: a token needs one round of
-// sums over rows, in which the squares of q and k for l2norm travel along.
+// Columns of a state (headdim_k rows, headdim_v columns) do not depend on each other, so CTAs divide the columns of a head.
+// Warps of a CTA divide the rows. With S the state times the gates of a token, and w what the token adds along its key,
+// out = (S + k w^T)^T q = S^T q + (q . k) w. Both products, S^T k for w and S^T q, then read S, so a token needs one round
+// of sums over rows. It includes the squares of q and k for l2norm.
 #pragma once
 
 #include "columns.cuh"
@@ -14,17 +14,17 @@
 
 namespace fastattention {
 
-constexpr int kStepWarps = Config::num_warps;  // of a CTA
+constexpr int kStepWarps = Config::num_warps;  // per CTA
 // Warps for which a multiprocessor has registers. With 16 of them 128 states of 128 x 128 are one wave on an H100's 132
 // multiprocessors. Floats as inputs take more registers.
 constexpr int kStepWarpsOfSm = Config::float32 ? 12 : 16;
 constexpr int kStepColumns = Config::columns;
 constexpr int kLanesOfRow = kStepColumns / 4;
 constexpr int kWarpRows = Config::warp_rows;
-constexpr int kRows = kWarpRows * kLanesOfRow / 32;  // of a lane, which are neighbours
+constexpr int kRows = kWarpRows * kLanesOfRow / 32;  // neighbouring rows per lane
 static_assert(kRows % 4 == 0, "keys are read in fours");
-constexpr int kGates = Config::gate_per_key ? kRows : 1;  // of a lane, for each token
-// Whether a call may ask for the delta rule, whose gates are those of heads.
+constexpr int kGates = Config::gate_per_key ? kRows : 1;  // gates per lane and token
+// Whether a call may ask for the delta rule, which has one gate per head.
 constexpr bool kAllowsDelta = !Config::gate_per_key;
 
 class Step {
@@ -33,14 +33,14 @@ class Step {
     using Sums = RowSums<kLanesOfRow, kStepWarps, 1 + kAllowsDelta>;
     static_assert(Sums::kBytes == Config::shared_bytes, "the launch has another size");
 
-    // Of one token, as it lies in memory.
+    // What a lane reads of one token, as it is in memory.
     struct Token {
         Format::Four q[kRows / 4], k[kRows / 4], v;
         uint32_t gates[kGates], beta;
     };
 
 public:
-    // index: of a CTA
+    // index: of this CTA.
     FA_DEVICE Step(const StepParams& p, int index)
         : p_(p), warp_(warp_index()), is_delta_(kAllowsDelta && p.beta != nullptr), sums_(warp_) {
         const int head = quotient(index, p.column_tiles), sequence = quotient(head, p.nheads);
@@ -60,7 +60,7 @@ public:
         }
         find(batch, first);
         Token next{};
-        // Each turn reads the token of the next one. The first turn does nothing else: so the code for reading is there once.
+        // Each iteration reads the next token. The first one does nothing else, so that the code for reading exists once.
         for (int token = first - 1; token < last; ++token) {
             const Token now = next;
             if (token + 1 < last) next = read_next();
@@ -115,7 +115,7 @@ private:
         return (reinterpret_cast<int64_t>(rows) % 16 | stride % 4 | p_.headdim_v % 4) == 0;
     }
 
-    // Where the first token lies.
+    // Finds where the first token is.
     FA_DEVICE void find(int batch, int token) {
         const int head_k = quotient(head_, p_.group_size);
         q_ = static_cast<const Item*>(p_.q) + batch * p_.q_stride_batch + token * p_.q_stride_token +
@@ -139,7 +139,7 @@ private:
             x.k[i / 4] = Columns<Format>::read(k_ + i, p_.headdim_k - row_ - i);
         }
         x.v = Columns<Format>::read(v_, p_.headdim_v - column_);
-        // Rows behind the last one have gate 1.
+        // Rows after the last one get gate 1.
         const int gates = Config::gate_per_key ? p_.headdim_k - row_ : 1;
 #pragma unroll
         for (int i = 0; i < kGates; ++i)
@@ -153,7 +153,7 @@ private:
         return x;
     }
 
-    // The state after a token, and its out.
+    // Updates the state with a token, and writes its out.
     FA_DEVICE void advance(const Token& token) {
         apply_gates(token);
         float q[kRows], k[kRows];
@@ -172,7 +172,7 @@ private:
             }
         }
         sums_.add_up(of_columns, of_rows);
-        constexpr float kEpsilon = 1e-6f;  // linear/reference.py has the same
+        constexpr float kEpsilon = 1e-6f;  // as in linear/reference.py
         const float k_factor = p_.l2norm ? reciprocal_root(of_rows[1] + kEpsilon) : 1.0f;
         const float q_factor = p_.l2norm ? p_.scale * reciprocal_root(of_rows[2] + kEpsilon) : p_.scale;
         const float beta = is_delta_ ? widen_bits(token.beta, p_.beta_format) : 1.0f;
@@ -203,11 +203,11 @@ private:
 
     const StepParams& p_;
     const int warp_;
-    const bool is_delta_;  // the rule
+    const bool is_delta_;  // whether the call uses the delta rule
     int sequence_, head_, row_, column_;
-    const Item *q_, *k_, *v_;  // of the token that is read next
-    int64_t gate_, beta_;      // likewise, among gates
-    Item* out_;                // of the token that is computed next
+    const Item *q_, *k_, *v_;  // rows of the token that is read next
+    int64_t gate_, beta_;      // offsets of its gates and beta
+    Item* out_;                // the row of the token that is computed next
     float state_[kRows][4];
     Sums sums_;
 };

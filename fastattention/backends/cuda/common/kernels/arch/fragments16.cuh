@@ -1,20 +1,20 @@
-// What Turing and everything after it share: matrix instructions over 16 query rows, whose operands ldmatrix loads.
+// Matrix products on Turing and newer: instructions over 16 query rows, whose operands ldmatrix loads.
 //
-// Two neighbouring accumulators, rounded to 16 bits, are operand A of 16 x 16: probabilities go from the first product to
-// the second without leaving their registers.
+// Two neighbouring accumulators, rounded to 16 bits, form an operand A of 16 x 16, so probabilities stay in registers
+// between the two products.
 #pragma once
 
 #include "layout16.cuh"
 
 namespace fastattention {
 
-// ScoreMma: of the product with keys, whose operands are as wide: pairs of bytes may lie where numbers of 16 bits would.
+// ScoreMma: the instruction of the product with keys. Its operands are as wide: a pair of bytes may replace an element.
 template <class Mma, class ScoreMma = Mma>
 struct Fragments16 : Layout16 {
-    static constexpr int kSharedBytes = 2;  // of an element in shared memory
+    static constexpr int kSharedBytes = 2;  // per element in shared memory
     static constexpr int kKeyStep = 16;     // keys come in multiples of this
 
-    // Operands A in shared memory.
+    // Loads operands A from rows in shared memory.
     template <int kPitch>
     class SharedRows {
     public:
@@ -22,7 +22,7 @@ struct Fragments16 : Layout16 {
         // rows: address of the warp's first row.
         FA_DEVICE explicit SharedRows(uint32_t rows) : row_(rows, lane_index() % 16, lane_index() / 16) {}
 
-        // 16 rows and 16 columns.
+        // Reads 16 rows and 16 columns.
         FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const { load_matrices(a, row_.address(step * 16, depth)); }
 
     private:
@@ -59,7 +59,7 @@ struct Fragments16 : Layout16 {
         uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kColumns / 16 : 1][4];
     };
 
-    // acc_s += q k^T, of the warp's keys; of any rows and any tile that are kColumns wide.
+    // acc_s += q k^T for the warp's keys. It works for any rows and any tile that are kColumns wide.
     template <int kSteps, int kColumns, int kTiles>
     static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
         constexpr int kPitch = pitch_of<2>(kColumns);
@@ -80,7 +80,7 @@ struct Fragments16 : Layout16 {
         }
     }
 
-    // Likewise where a warp has eight keys: of 32 columns at once, the even and the odd sixteens in accumulators of their own.
+    // The same for a warp with eight keys: 32 columns at once, the first and the second 16 in separate accumulators.
     template <int kSteps, int kColumns>
     static FA_DEVICE void multiply_eight_keys(float (&acc_s)[kSteps][1][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
         const int lane = opaque(lane_index());
@@ -107,15 +107,15 @@ struct Fragments16 : Layout16 {
             for (int i = 0; i < 4; ++i) acc_s[step][0][i] += acc[step][0][i] + acc[step][1][i];
     }
 
-    // Likewise, in accumulators of Values.
+    // The same, into accumulators with the column layout of Values.
     template <int kSteps, int kColumns, int kTiles>
     static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q,
                                                   uint32_t k) {
         multiply_rows(acc, q, k);
     }
 
-    // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. One instruction of each product after the other, so that none
-    // waits for the one before it.
+    // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. Instructions of different products alternate, so that none waits
+    // for the one before it.
     template <class Product, int kSteps, int kTiles>
     static FA_DEVICE void multiply_add_pairs(float (&acc)[kSteps][kTiles][4], int n, const uint32_t (&a)[kSteps][4],
                                              const uint32_t (&b)[4]) {
@@ -148,14 +148,14 @@ struct Fragments16 : Layout16 {
         for (int step = 0; step < kSteps; ++step) p.read(a[step], step, group);
     }
 
-    // Of any rows in shared memory.
+    // Operands A from any rows in shared memory.
     template <int kSteps, int kColumns>
     static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const Rows<kSteps, kColumns>& p, int group) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) p.fragment(a[step], step, group);
     }
 
-    // Leaves the warp's own where SharedProbabilities(rows) finds them.
+    // Stores the warp's own probabilities in the layout of SharedProbabilities(rows).
     template <int kSteps>
     static FA_DEVICE void leave_probabilities(uint32_t rows, const float (&p)[kSteps][kWarpKeys / 8][4]) {
 #pragma unroll
@@ -173,10 +173,10 @@ struct Fragments16 : Layout16 {
             }
     }
 
-    // Rows of a tile that is kColumns wide as columns of accumulators: x = tile^T.
+    // x = tile^T: reads rows of a tile that is kColumns wide into columns of accumulators.
     template <int kColumns, int kSteps, int kTiles>
     static FA_DEVICE void read_transposed(float (&x)[kSteps][kTiles][4], uint32_t tile) {
-        constexpr int kPairs = kTiles > 1 ? 2 : 1;  // of matrices in a load
+        constexpr int kPairs = kTiles > 1 ? 2 : 1;  // matrices per load
         const int lane = opaque(lane_index());
         const LaneRow<pitch_of<2>(kColumns)> row(tile, lane / 16 % kPairs * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
@@ -193,7 +193,7 @@ struct Fragments16 : Layout16 {
             }
     }
 
-    // Accumulators as rows of operands, such as Values::accumulate makes.
+    // Stores accumulators of Values::accumulate as rows of operands.
     template <int kPitch, int kSteps, int kTiles>
     static FA_DEVICE void leave_values(const float (&acc)[kSteps][kTiles][4], uint32_t to) {
         Layout16::leave_scores<kPitch>(acc, to);

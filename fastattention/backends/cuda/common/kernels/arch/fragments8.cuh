@@ -1,9 +1,9 @@
-// Tiles of a quantized cache in shared memory as they lie in global memory, a byte a number, widened when they are loaded.
+// Tiles of a quantized cache stay bytes in shared memory, one per element, and are widened when they are loaded.
 //
-// ldmatrix moves pairs of bytes where it moves numbers of 16 bits otherwise. Of keys, a lane gets four neighbouring columns
-// where a product of 16 columns wants two and two that are eight further on; queries are read in that order too. Of values,
-// a lane gets two neighbouring columns of two keys: one of either is an operand of one product, the other of its neighbour,
-// so of 16 columns the even ones and the odd ones are accumulators of their own.
+// ldmatrix moves pairs of bytes instead of 16-bit elements. A lane gets four neighbouring columns of keys, while a product
+// of 16 columns wants two, and two that are eight columns further on; queries are read in the same order. A lane gets two
+// neighbouring columns of the values of two keys. One column is an operand of one product, the other of its neighbour, so
+// even and odd columns have separate accumulators.
 #pragma once
 
 #include "fragments16.cuh"
@@ -75,7 +75,7 @@ struct Fragments8 : Fragments16<Mma> {
                 for (int step = 0; step < kSteps; ++step) q.fragment(a[half][step], step, 2 * pair + half);
 #pragma unroll
             for (int n = 0; n < kTiles / 2; ++n) {
-                uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, their next columns, keys 8 to 15, likewise
+                uint32_t x[4];  // eight keys x 16 columns each: keys 0 to 7 and their next columns, then keys 8 to 15 alike
                 load_matrices(x, row.address(n * 16, pair));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -102,7 +102,7 @@ struct Fragments8 : Fragments16<Mma> {
             Base::operands_of(a, p, group);
 #pragma unroll
             for (int pair = 0; pair < kTiles / 4; ++pair) {
-                uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, keys 8 to 15, and the next columns of both
+                uint32_t x[4];  // eight keys x 16 columns each: keys 0 to 7, keys 8 to 15, and the next columns of both
                 load_matrices_transposed(x, row_.address(group * 16, first_warp_column() / 32 + pair));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {

@@ -1,5 +1,5 @@
-// Which lane holds what of an accumulator of 16 query rows by 8 columns, on every path but Volta's: lane l holds columns
-// 2 (l % 4) and the next, of row l / 4 (elements 0, 1) and of row l / 4 + 8 (elements 2, 3).
+// Layout of an accumulator of 16 query rows by 8 columns on all architectures but Volta. Lane l holds columns 2 (l % 4) and
+// 2 (l % 4) + 1 of row l / 4 (elements 0, 1) and of row l / 4 + 8 (elements 2, 3).
 #pragma once
 
 #include "../probability_exchange.cuh"
@@ -8,17 +8,17 @@ namespace fastattention {
 
 struct Layout16 {
     static constexpr int kStepRows = 16;  // query rows of a step
-    static constexpr int kElements = 4;   // of an accumulator, in one lane
+    static constexpr int kElements = 4;   // elements of an accumulator that a lane holds
 
-    // Which of a lane's two rows of a step an element is in; that row; the column of an element of accumulator `tile`.
+    // Which of a lane's two rows of a step holds an element, the index of a row, and the column of an element of a tile.
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }
     static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
     static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
     static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
-    // Which of a lane's columns of a tile it is in.
+    // Which of a lane's columns of a tile holds an element.
     static FA_DEVICE constexpr int column_of_element(int i) { return i % 2; }
 
-    // Leaves accumulators as rows of operands, kPitch bytes each: such as multiply_rows makes.
+    // Stores accumulators of multiply_rows as rows of operands, kPitch bytes each.
     template <int kPitch, int kSteps, int kTiles>
     static FA_DEVICE void leave_scores(const float (&acc)[kSteps][kTiles][4], uint32_t to) {
 #pragma unroll

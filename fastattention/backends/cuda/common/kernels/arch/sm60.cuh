@@ -1,8 +1,8 @@
-// Pascal: no matrix instructions. Products are ordinary multiply-adds in float, and tiles are float in shared memory, or
+// Pascal has no matrix instructions. Products are ordinary multiply-adds in float, and tiles in shared memory are float, or
 // float16 where floats would not fit.
 //
-// Rows and columns are divided among lanes as on Turing (layout16.cuh). For the second product the lane that has a key's
-// probability hands it to the three others of the row.
+// Rows and columns are divided among lanes as on Turing (layout16.cuh). For the second product the lane with a key's
+// probability shuffles it to the three other lanes of the row.
 #pragma once
 
 #include "layout16.cuh"
@@ -29,7 +29,7 @@ struct Arch : Layout16 {
         }
     }
 
-    // Eight numbers of 16 bits as floats.
+    // Stores eight 16-bit elements as floats.
     template <class Number>
     static FA_DEVICE void store_widened(uint32_t to, Words4 chunk) {
 #pragma unroll
@@ -44,7 +44,7 @@ struct Arch : Layout16 {
         }
     }
 
-    // Neighbouring numbers in shared memory.
+    // Neighbouring elements, read from shared memory.
     template <int kCount>
     struct Numbers {
         float x[kCount];
@@ -108,21 +108,21 @@ struct Arch : Layout16 {
         }
     }
 
-    // Likewise, in accumulators of Values.
+    // The same, into accumulators with the column layout of Values.
     template <int kSteps, int kColumns, int kTiles>
     static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q,
                                                   uint32_t k) {
         multiply_rows(acc, q, k);
     }
 
-    // Rows of a tile of 16 bits that is kColumns wide as columns of accumulators: x = tile^T.
+    // x = tile^T: reads rows of a 16-bit tile that is kColumns wide into columns of accumulators.
     template <int kColumns, int kSteps, int kTiles>
     static FA_DEVICE void read_transposed(float (&x)[kSteps][kTiles][4], uint32_t tile) {
-        static_assert(kSharedBytes == 2 * (kSteps > 0), "others are not read so");  // of a parameter, so that only uses fail
+        static_assert(kSharedBytes == 2 * (kSteps > 0), "others are not read so");  // depends on kSteps: fails only if used
         read_numbers_transposed<Arch, pitch_of<2>(kColumns)>(x, tile);
     }
 
-    // Accumulators as rows of operands, such as Values::accumulate makes.
+    // Stores accumulators of Values::accumulate as rows of operands.
     template <int kPitch, int kSteps, int kTiles>
     static FA_DEVICE void leave_values(const float (&acc)[kSteps][kTiles][4], uint32_t to) {
         leave_scores<kPitch>(acc, to);
@@ -159,7 +159,7 @@ struct Arch : Layout16 {
             }
         }
 
-        // Likewise of rows in shared memory.
+        // The same with p from rows in shared memory.
         template <int kSteps, int kTiles, int kColumnsOfP>
         FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][4], const Rows<kSteps, kColumnsOfP>& p, int group) const {
             constexpr int kPitch = pitch_of<kSharedBytes>(kColumns), kPitchOfP = pitch_of<kSharedBytes>(kColumnsOfP);

@@ -1,16 +1,16 @@
 // Volta: m8n8k4, four independent 8 x 8 x 4 products of the four quadpairs of a warp (docs/internals/volta.md).
 //
-// The quadpairs take different rows of queries, 32 together, and the same keys. Quadpair p is lanes 4p ... 4p + 3 and the
-// same plus 16. With h = lane / 16, v = lane / 2 % 2, u = lane % 2, a lane of it holds
+// The quadpairs take different query rows, 32 together, and the same keys. Quadpair p is lanes 4p ... 4p + 3 and 4p + 16 ...
+// 4p + 19. With h = lane / 16, v = lane / 2 % 2, u = lane % 2, a lane of it holds
 //   operand A       row lane % 4 + 4 h, four columns
 //   accumulator     element i: row u + (i & 2) + 4 h, column (i & 4) + 2 v + (i & 1)
-// so a lane has rows r and r + 2 of the scores, and its neighbour at distance 2 the other columns of both. Exchanging one of
-// the two rows with it gives each lane all eight probabilities of one row, half of which are operand A of one instruction,
-// half of the next: two shuffles instead of a trip through shared memory. The keys come out in the order 0 1 4 5, 2 3 6 7,
-// and the rows of V are read in that order too.
+// so a lane has rows r and r + 2 of the scores, and the lane at distance 2 has the other columns of both. They exchange one
+// of the two rows, and each lane then has all eight probabilities of one row. Half of them are operand A of one instruction,
+// half of the next: two shuffles instead of a round trip through shared memory. The keys come out in the order 0 1 4 5,
+// 2 3 6 7, and the rows of V are read in that order too.
 //
-// The first four of a quadpair's rows of queries are neighbours, and so are the other four, eight rows further on: lanes
-// 8i ... 8i + 7, which shared memory serves together, read eight neighbouring rows.
+// The first four query rows of a quadpair are neighbours, and so are the other four, eight rows further on. So lanes 8i ...
+// 8i + 7, which shared memory serves together, read eight neighbouring rows.
 #pragma once
 
 #include "../probability_exchange.cuh"
@@ -33,8 +33,8 @@ struct Arch {
         return lane / 8 % 2 * 16 + lane / 16 * 8 + lane / 4 % 2 * 4 + which * 2 + lane % 2;
     }
     static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + i / 4 * 4 + lane_index() / 2 % 2 * 2 + i % 2; }
-    // Two neighbouring accumulators take the even and odd halves of 16 columns in turn: a lane's operands of both are then
-    // 16 neighbouring bytes of a row of V.
+    // Two neighbouring accumulators alternate between quarters of 16 columns, so that a lane's operands of both are 16
+    // neighbouring bytes of a row of V.
     static FA_DEVICE int value_column(int tile, int i) {
         return tile / 2 * 16 + i / 4 * 8 + tile % 2 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
     }
@@ -57,7 +57,7 @@ struct Arch {
         return lane / 8 % 2 * 16 + lane / 16 * 8 + lane % 8;
     }
 
-    // Where a lane's row of an 8 x 8 operand begins.
+    // The row of an 8 x 8 operand that a lane reads.
     static FA_DEVICE int operand_row() { return lane_index() % 4 + lane_index() / 16 * 4; }
 
     template <int kSteps, int kColumns>
@@ -74,7 +74,7 @@ struct Arch {
             }
         }
 
-        // Operands A of two products, eight columns together.
+        // Operands A of two products, eight columns in all.
         FA_DEVICE Words4 fragment(int step, int depth) const {
             if constexpr (kQueriesInRegisters) return fragments_[step][depth];
             return read(step, depth);
@@ -96,14 +96,14 @@ struct Arch {
         multiply_rows_at(acc_s, q, k, operand_row(), [](int n) { return n * 8; });
     }
 
-    // Likewise, in accumulators of Values: their columns are other rows of k.
+    // The same, into accumulators with the column layout of Values, whose columns are other rows of k.
     template <int kSteps, int kColumns, int kTiles>
     static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q,
                                                   uint32_t k) {
         multiply_rows_at(acc, q, k, lane_index() % 4 + lane_index() / 16 * 8, [](int n) { return n / 2 * 16 + n % 2 * 4; });
     }
 
-    // row: the lane's of k, and row_of_tile what is added for a tile of accumulators.
+    // row: the lane's row of k; row_of_tile(n): the rows to add to it for accumulator n.
     template <int kSteps, int kColumns, int kTiles, class RowOfTile>
     static FA_DEVICE void multiply_rows_at(float (&acc)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k,
                                            int row, RowOfTile row_of_tile) {
@@ -126,8 +126,8 @@ struct Arch {
         }
     }
 
-    // Of two neighbouring columns of two rows, and the next two columns that the lane at distance 2 has, all four columns of
-    // one row: the first row for one lane, the second for the other.
+    // Two lanes at distance 2 exchange rows. Each holds two columns of two rows, and gets all four columns of one row: the
+    // first lane of the first row, the second of the second.
     static FA_DEVICE Words2 exchange_rows(const float* p) {
         const bool second = lane_index() & 2;
         const uint32_t row0 = Operand::pack(p[0], p[1]), row1 = Operand::pack(p[2], p[3]);
@@ -135,7 +135,7 @@ struct Arch {
         return {second ? received : row0, second ? row1 : received};
     }
 
-    // Leaves accumulators as rows of operands, kPitch bytes each: such as multiply_rows makes.
+    // Stores accumulators of multiply_rows as rows of operands, kPitch bytes each.
     template <int kPitch, int kSteps, int kTiles>
     static FA_DEVICE void leave_scores(const float (&acc)[kSteps][kTiles][8], uint32_t to) {
         const uint32_t at = to + own_row() * kPitch;
@@ -146,7 +146,7 @@ struct Arch {
                 leave_eight(at + step * kStepRows * kPitch + n * 16, &acc[step][n][0], &acc[step][n][4]);
     }
 
-    // Likewise such as Values::accumulate makes.
+    // Stores accumulators of Values::accumulate as rows of operands, kPitch bytes each.
     template <int kPitch, int kSteps, int kTiles>
     static FA_DEVICE void leave_values(const float (&acc)[kSteps][kTiles][8], uint32_t to) {
         const uint32_t at = to + own_row() * kPitch;
@@ -158,13 +158,13 @@ struct Arch {
                             &acc[step][n / 2 * 2 + 1][n % 2 * 4]);
     }
 
-    // Of a lane's row, from the first and the last four columns of two rows.
+    // Stores eight columns of a lane's row, given the first and the last four columns of two rows.
     static FA_DEVICE void leave_eight(uint32_t to, const float* first, const float* last) {
         const Words2 low = exchange_rows(first), high = exchange_rows(last);
         store_shared_128(to, {low.word[0], low.word[1], high.word[0], high.word[1]});
     }
 
-    // Rows of a tile that is kColumns wide as columns of accumulators: x = tile^T.
+    // x = tile^T: reads rows of a tile that is kColumns wide into columns of accumulators.
     template <int kColumns, int kSteps, int kTiles>
     static FA_DEVICE void read_transposed(float (&x)[kSteps][kTiles][8], uint32_t tile) {
         read_numbers_transposed<Arch, pitch_of<2>(kColumns)>(x, tile);
@@ -174,7 +174,7 @@ struct Arch {
     template <int kColumns>
     class Values {
     public:
-        // Of the keys 0 1 4 5 of eight; the second half of the products takes the keys two further on.
+        // Points to keys 0 1 4 5 of eight; the second half of the products reads the keys two further on.
         FA_DEVICE explicit Values(uint32_t v) {
             const int lane = lane_index();
             at_ = v + (lane % 2 + lane / 2 % 2 * 4) * kPitch + lane / 16 * 16;
@@ -184,7 +184,7 @@ struct Arch {
         template <int kSteps, int kTiles, int kTilesOfP>
         FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][8], const float (&p)[kSteps][kTilesOfP][8],
                                   int group) const {
-            Words2 a[kSteps][2];  // of keys 0 to 3, and 4 to 7
+            Words2 a[kSteps][2];  // for keys 0 to 3, and 4 to 7
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -203,7 +203,7 @@ struct Arch {
                 }
         }
 
-        // Likewise of rows in shared memory, whose keys are in order: and so are those of the tile.
+        // The same with p from rows in shared memory, whose keys are in order. The tile's keys are then read in order too.
         template <int kSteps, int kTiles, int kColumnsOfP>
         FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][8], const Rows<kSteps, kColumnsOfP>& p, int group) const {
             const uint32_t at = at_ - lane_index() / 2 % 2 * 2 * kPitch;

@@ -1,11 +1,11 @@
-// Turing: m16n8k8, copies through registers.
+// Turing: m16n8k8 and copies through registers.
 #pragma once
 
 #include "fragments16.cuh"
 
 namespace fastattention {
 
-// The operands of m16n8k16 are those of two m16n8k8, side by side.
+// Multiplies operands of m16n8k16, which are those of two m16n8k8 side by side.
 struct MmaTwiceM16N8K8 {
     static constexpr int kParts = 2;
 
@@ -14,7 +14,7 @@ struct MmaTwiceM16N8K8 {
     }
 };
 
-// The operands of m16n8k32 are those of four m8n8k16: two of rows, two of columns.
+// Multiplies operands of m16n8k32, which are those of four m8n8k16: two along the rows times two along the depth.
 struct MmaFourM8N8K16Int8 {
     static constexpr int kParts = 2;
 

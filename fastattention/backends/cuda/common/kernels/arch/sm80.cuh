@@ -17,7 +17,7 @@ struct MmaM16N8K16 {
     }
 };
 
-// Of bytes, and of integers that are kept in the place of floats.
+// Multiplies bytes; the accumulators hold the bits of integers in floats.
 struct MmaM16N8K32Int8 {
     static constexpr int kParts = 1;
 
@@ -41,7 +41,7 @@ struct FragmentsOf<false, true> {
 
 struct Arch : FragmentsOf<kQuantized, kInt8Products>::Type {
     static constexpr bool kAsyncCopy = true;
-    static constexpr bool kSeparateFullTiles = false;  // it costs registers, and slots of instructions are not short
+    static constexpr bool kSeparateFullTiles = false;  // it costs registers, and instruction issue is no bottleneck
 };
 
 }  // namespace fastattention

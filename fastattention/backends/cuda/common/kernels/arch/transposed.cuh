@@ -1,11 +1,11 @@
-// Rows of a tile as columns of accumulators, where no instruction transposes matrices on the way.
+// Reads a tile transposed, for architectures without an instruction that does.
 #pragma once
 
 #include "../shared_tile.cuh"
 
 namespace fastattention {
 
-// x = tile^T, of numbers of 16 bits in rows of kPitch bytes.
+// x = tile^T for a tile of 16-bit elements in rows of kPitch bytes.
 template <class Layout, int kPitch, int kSteps, int kTiles>
 FA_DEVICE void read_numbers_transposed(float (&x)[kSteps][kTiles][Layout::kElements], uint32_t tile) {
 #pragma unroll

@@ -24,7 +24,7 @@ test-all: $(VENV)/.installed  ## what every change must pass: Ascend kernels and
 test-deep: $(VENV)/.installed  ## everything there is, new random cases, 64-bit Arm; for releases and after changes of kernels
 	scripts/test_deep
 
-test-ascend:  ## kernels for Ascend NPUs and the vendor's operators, without an NPU
+test-ascend: $(VENV)/.installed  ## kernels for Ascend NPUs and the vendor's operators, without an NPU
 	scripts/test_ascend
 
 test-vllm:  ## the plugin inside vLLM for CPUs, in an environment of its own (3.5 GB); skipped where that cannot be had

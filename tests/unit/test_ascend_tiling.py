@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling, compiler_options, tiling_for, why_not_fit
+from unit.samples import problem_of
 
 CHIP = CHIPS["910B2"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,36 +27,8 @@ def changed(tiling: Tiling, field: str, value: int) -> Tiling:
     return Tiling(**{**asdict(tiling), field: value})
 
 
-def make_problem(
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    headdim: int = 128,
-    headdim_v: int | None = None,
-    dtype: torch.dtype = torch.float16,
-    nheads: int = 8,
-    nheads_k: int = 2,
-    batch_size: int = 1,
-    causal: bool = False,
-    page_block_size: int | None = None,
-) -> Problem:
-    return Problem(
-        layout=Layout.DENSE if page_block_size is None else Layout.KVCACHE,
-        device=torch.device("cpu"),
-        dtype=dtype,
-        batch_size=batch_size,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        total_q=batch_size * seqlen_q,
-        nheads=nheads,
-        nheads_k=nheads_k,
-        headdim=headdim,
-        headdim_v=headdim if headdim_v is None else headdim_v,
-        softmax_scale=1.0,
-        window_left=-1,
-        window_right=0 if causal else -1,
-        page_block_size=page_block_size,
-    )
+def make_problem(seqlen_q: int, seqlen_k: int, **changes: Any) -> Problem:
+    return problem_of(device=torch.device("cpu"), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **changes)
 
 
 # Cores of all chips have the same buffers, so the chips take turns: 45 cases, five of each chip.
@@ -94,7 +68,9 @@ def test_what_converting_an_int8_cache_takes_counts() -> None:
 @pytest.mark.parametrize(("headdim", "headdim_v"), [(1, 1), (40, 256), (256, 8), (192, 128), (129, 129)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, headdim_v: int, causal: bool) -> None:
-    chosen = choose_tiling(make_problem(300, 777, headdim=headdim, headdim_v=headdim_v, causal=causal), CHIP)
+    chosen = choose_tiling(
+        make_problem(300, 777, headdim=headdim, headdim_v=headdim_v, window_right=0 if causal else -1), CHIP
+    )
     assert why_not_fit(chosen, headdim, headdim_v, torch.float16, CHIP) is None
 
 
@@ -165,7 +141,7 @@ def test_a_kernel_written_by_hand_needs_less(tiling: Tiling, buffer: str) -> Non
 @pytest.mark.parametrize(("page_block_size", "most"), [(16, 16), (48, 64), (128, 128), (1000, 1024)])
 @pytest.mark.parametrize("seqlen_q", [1, 512], ids=["decode", "prefill"])
 def test_no_tile_of_keys_exceeds_a_page(page_block_size: int, most: int, seqlen_q: int) -> None:
-    chosen = choose_tiling(make_problem(seqlen_q, 4096, page_block_size=page_block_size), CHIP)
+    chosen = choose_tiling(make_problem(seqlen_q, 4096, layout=Layout.KVCACHE, page_block_size=page_block_size), CHIP)
     assert 16 <= chosen.outer_tile_n <= most
 
 
@@ -177,7 +153,7 @@ def test_rows_of_a_decode_are_the_heads_that_share_keys(nheads: int, nheads_k: i
 
 def test_windows_of_every_chosen_tiling_lie_in_the_mask_tile() -> None:
     for seqlen in (16, 500, 4096):
-        chosen = choose_tiling(make_problem(seqlen, seqlen, causal=True), CHIP)
+        chosen = choose_tiling(make_problem(seqlen, seqlen, window_right=0), CHIP)
         assert chosen.outer_tile_m + chosen.outer_tile_n <= MASK_TILE
 
 

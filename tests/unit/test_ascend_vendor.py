@@ -19,23 +19,9 @@ from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.vendor.masks import SparseMode, rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, check
 from fastattention.backends.ascend.vendor.prefill import VarlenPlan
+from unit.samples import problem_of
 
-DENSE = Problem(
-    layout=Layout.DENSE,
-    device=torch.device("cpu"),
-    dtype=torch.float16,
-    batch_size=2,
-    seqlen_q=100,
-    seqlen_k=120,
-    total_q=200,
-    nheads=8,
-    nheads_k=2,
-    headdim=64,
-    headdim_v=64,
-    softmax_scale=0.125,
-    window_left=-1,
-    window_right=0,
-)
+DENSE = problem_of(device=torch.device("cpu"), batch_size=2, seqlen_q=100, seqlen_k=120, headdim=64, window_right=0)
 VARLEN = replace(DENSE, layout=Layout.VARLEN)
 CACHE = replace(DENSE, layout=Layout.KVCACHE, seqlen_q=5, total_q=10)
 DECODE = replace(CACHE, seqlen_q=1, total_q=2)

@@ -11,28 +11,14 @@ import pytest
 import torch
 
 from fastattention.attention.backend import ATTENTION_BACKENDS
-from fastattention.attention.problem import Layout, Problem
+from fastattention.attention.problem import Layout
 from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import cache, compiler, module
 from fastattention.gpu_runtime.chips import CHIPS
+from unit.samples import problem_of
 
-PROBLEM = Problem(
-    layout=Layout.DENSE,
-    device=torch.device("cuda", 0),
-    dtype=torch.float16,
-    batch_size=2,
-    seqlen_q=128,
-    seqlen_k=256,
-    total_q=256,
-    nheads=8,
-    nheads_k=2,
-    headdim=64,
-    headdim_v=64,
-    softmax_scale=0.125,
-    window_left=-1,
-    window_right=0,
-)
+PROBLEM = problem_of(batch_size=2, seqlen_k=256, headdim=64, window_right=0)
 
 
 A100 = list(CHIPS).index("A100")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Layout, Problem
+from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 from fastattention.backends.cuda.attention import heuristics
 from fastattention.backends.cuda.attention.config import (
     WIDEST_OF_A_WARP,
@@ -30,45 +30,12 @@ from fastattention.backends.cuda.attention.variants import (
 from fastattention.backends.cuda.common.arch import ARCH_FACTS
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import ARCHS, CHIPS, Limits, arch_of
+from unit.samples import problem_of
 
 FLAGS = list(itertools.product((False, True), repeat=2))
 
 
-def problem_of(
-    *,
-    dtype: torch.dtype = torch.float16,
-    batch_size: int = 1,
-    seqlen_k: int = 4096,
-    nheads: int = 16,
-    nheads_k: int = 16,
-    headdim: int = 64,
-    softmax_scale: float = 0.125,
-    softcap: float = 0.0,
-    has_alibi: bool = False,
-    has_bias: bool = False,
-    has_sinks: bool = False,
-    window_right: int = -1,
-) -> Problem:
-    return Problem(
-        layout=Layout.DENSE,
-        device=torch.device("cuda", 0),
-        dtype=dtype,
-        batch_size=batch_size,
-        seqlen_q=128,
-        seqlen_k=seqlen_k,
-        total_q=batch_size * 128,
-        nheads=nheads,
-        nheads_k=nheads_k,
-        headdim=headdim,
-        headdim_v=headdim,
-        softmax_scale=softmax_scale,
-        window_left=-1,
-        window_right=window_right,
-        softcap=softcap,
-        has_alibi=has_alibi,
-        has_bias=has_bias,
-        has_sinks=has_sinks,
-    )
+UNIFORM = {"nheads": 16, "nheads_k": 16, "headdim": 64}  # no heads share keys
 
 
 def kernels_of(chip: str) -> list[KernelConfig]:
@@ -187,7 +154,7 @@ def test_tiles_are_never_narrower_than_the_call(headdim: int, headdim_v: int) ->
     ids=["plain", "causal", "sinks", "softcap", "alibi", "bias", "negative scale", "zero scale"],
 )
 def test_only_what_changes_scores_takes_the_kernel_for_it(call: dict[str, float], modifies: bool) -> None:
-    problem = problem_of(**call)  # type: ignore[arg-type]
+    problem = problem_of(**UNIFORM | call)
     assert choose_config(problem, 80, CHIPS["A100"]).modifies_scores == modifies
 
 
@@ -233,7 +200,7 @@ def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
     tiny = CHIPS["A100"]._replace(shared_per_cta=1000)
     candidates = heuristics.configs_for(80, "float16", 128, 128, 128, False, False)
     with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0") as raised:
-        choose_config(problem_of(headdim=128), 80, tiny)
+        choose_config(problem_of(), 80, tiny)
     assert len(candidates) > 1
     assert all(f"{config.name}: " in str(raised.value) for config in candidates)
 
@@ -260,14 +227,14 @@ def _limits(l2_bytes: int) -> Limits:
     ids=["short", "long", "grouped", "batch", "longer than that", "longer and grouped", "no keys"],
 )
 def test_heads_share_an_eighth_of_the_cache(call: dict[str, int], l2_bytes: int, heads: int) -> None:
-    assert heuristics.heads_per_l2_wave(problem_of(**call), _limits(l2_bytes)) == heads  # type: ignore[arg-type]
+    assert heuristics.heads_per_l2_wave(problem_of(**UNIFORM | call), _limits(l2_bytes)) == heads
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 16]), st.integers(1, 5), st.sampled_from(list(CHIPS)))
 def test_heads_per_l2_wave_fit_the_cache_and_are_as_many_as_can(
     seqlen_k: int, nheads_k: int, batch_size: int, chip: str
 ) -> None:
-    problem = problem_of(seqlen_k=seqlen_k, nheads_k=nheads_k, batch_size=batch_size)
+    problem = problem_of(**UNIFORM | {"seqlen_k": seqlen_k, "nheads_k": nheads_k, "batch_size": batch_size})
     heads, cache_bytes = 16 * batch_size, CHIPS[chip].l2_bytes // 8
 
     def fits(query_heads: int) -> bool:

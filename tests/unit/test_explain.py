@@ -14,12 +14,9 @@ import fastattention
 from fastattention import ArgumentError, explain, fast_attn_func, fast_attn_with_kvcache
 from fastattention.attention.problem import Layout, Problem
 from unit.fakes import Absent, Picky, Willing
+from unit.samples import int32
 
 RegisterBackends = Callable[..., None]
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def x(*shape: int) -> Tensor:

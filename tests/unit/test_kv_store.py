@@ -26,7 +26,8 @@ from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.backends.sdpa.backend import SdpaBackend
-from unit.refusals import Refusal, assert_refused, refusals
+from unit.refusals import Refusal, assert_refused, refusals, refused
+from unit.samples import int32
 
 KINDS = [DenseKVStore, PackedKVStore]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
@@ -35,10 +36,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16
 
 # Odd on purpose: no vector, pair or panel ends where these do.
 BATCH_SIZE, CAPACITY, NHEADS_K, HEADDIM, HEADDIM_V = 2, 77, 3, 13, 7
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def make(kind: type[KVStore], dtype: torch.dtype = torch.float32) -> KVStore:
@@ -212,16 +209,16 @@ def test_a_panel_cache_has_the_documented_layout() -> None:
 
 
 SIZES = (
-    Refusal("batch_size", {"batch_size": -1}, ("batch_size=-1", "0 to 2147483647")),
-    Refusal("capacity", {"capacity": -1}, ("capacity=-1", "0 to 2147483647")),
-    Refusal("capacity_huge", {"capacity": 2**31}, ("capacity=2147483648", "0 to 2147483647")),
-    Refusal("device", {"device": "rubbish"}, ("device='rubbish' cannot be used", "rubbish")),
-    Refusal("capacity_float", {"capacity": 1.5}, ("capacity must be an integer", "1.5")),
-    Refusal("nheads_k", {"nheads_k": 0}, ("nheads_k=0", "1 to 2147483647")),
-    Refusal("headdim", {"headdim": 577}, ("headdim=577", "1 to 576")),
-    Refusal("headdim_v", {"headdim_v": 0}, ("headdim_v=0", "1 to 512")),
-    Refusal("headdim_v_like_headdim", {"headdim": 513}, ("headdim_v=513", "1 to 512")),
-    Refusal("dtype", {"dtype": torch.float64}, ("dtype=torch.float64", "float16, bfloat16, float32")),
+    refused("batch_size=-1", "0 to 2147483647", batch_size=-1),
+    refused("capacity=-1", "0 to 2147483647", capacity=-1),
+    refused("capacity=2147483648", "0 to 2147483647", capacity=2**31),
+    refused("device='rubbish' cannot be used", "rubbish", device="rubbish"),
+    refused("capacity must be an integer", "1.5", capacity=1.5),
+    refused("nheads_k=0", "1 to 2147483647", nheads_k=0),
+    refused("headdim=577", "1 to 576", headdim=577),
+    refused("headdim_v=0", "1 to 512", headdim_v=0),
+    refused("headdim_v=513", "1 to 512", headdim=513),
+    refused("dtype=torch.float64", "float16, bfloat16, float32", dtype=torch.float64),
 )
 
 
@@ -242,34 +239,32 @@ def test_more_memory_than_there_is_is_told() -> None:
 
 
 ATTEND = (
-    Refusal("q_list", {"q": []}, ("q must be a torch.Tensor", "list")),
-    Refusal("q_dtype", {"q": queries().double()}, ("q is torch.float64 on cpu", "store torch.float32")),
-    Refusal("q_device", {"q": queries().to("meta")}, ("q is torch.float32 on meta", "store torch.float32 on cpu")),
-    Refusal("q_rank", {"q": torch.ones(2, 6, 13)}, ("q must be (batch_size, seqlen_q", "(2, 6, 13)")),
-    Refusal("q_batch", {"q": torch.ones(3, 1, 6, 13)}, ("batch_size=2", "(3, 1, 6, 13)")),
-    Refusal("q_headdim", {"q": torch.ones(2, 1, 6, 14)}, ("headdim=13", "(2, 1, 6, 14)")),
-    Refusal("q_heads", {"q": torch.ones(2, 1, 4, 13)}, ("multiple of nheads_k=3", "(2, 1, 4, 13)")),
-    Refusal("k_alone", {"v": None}, ("k and v must be given together", "only k")),
-    Refusal("v_alone", {"k": None}, ("k and v must be given together", "only v")),
-    Refusal("k_list", {"k": []}, ("k must be a torch.Tensor", "list")),
-    Refusal("k_rank", {"k": torch.ones(2, 3, 13)}, ("k must be (batch_size, seqlen_new", "(2, 3, 13)")),
-    Refusal("k_shape", {"k": torch.ones(2, 2, 3, 12)}, ("k must be", "(2, 2, 3, 13)", "(2, 2, 3, 12)")),
-    Refusal("v_shape", {"v": torch.ones(2, 2, 3, 13)}, ("v must be", "(2, 2, 3, 7)", "(2, 2, 3, 13)")),
-    Refusal("k_dtype", {"k": torch.ones(2, 2, 3, 13).half()}, ("k has dtype torch.float16", "torch.float32")),
-    Refusal(
-        "room",
-        {"k": torch.ones(2, 74, 3, 13), "v": torch.ones(2, 74, 3, 7)},
-        ("74 tokens for sequence 1", "holds 4 of capacity=77", "truncate"),
+    refused("q must be a torch.Tensor", "list", q=[]),
+    refused("q is torch.float64 on cpu", "store torch.float32", q=queries().double()),
+    refused("q is torch.float32 on meta", "store torch.float32 on cpu", q=queries().to("meta")),
+    refused("q must be (batch_size, seqlen_q", "(2, 6, 13)", q=torch.ones(2, 6, 13)),
+    refused("batch_size=2", "(3, 1, 6, 13)", q=torch.ones(3, 1, 6, 13)),
+    refused("headdim=13", "(2, 1, 6, 14)", q=torch.ones(2, 1, 6, 14)),
+    refused("multiple of nheads_k=3", "(2, 1, 4, 13)", q=torch.ones(2, 1, 4, 13)),
+    refused("k and v must be given together", "only k", v=None),
+    refused("k and v must be given together", "only v", k=None),
+    refused("k must be a torch.Tensor", "list", k=[]),
+    refused("k must be (batch_size, seqlen_new", "(2, 3, 13)", k=torch.ones(2, 3, 13)),
+    refused("k must be", "(2, 2, 3, 13)", "(2, 2, 3, 12)", k=torch.ones(2, 2, 3, 12)),
+    refused("v must be", "(2, 2, 3, 7)", "(2, 2, 3, 13)", v=torch.ones(2, 2, 3, 13)),
+    refused("k has dtype torch.float16", "torch.float32", k=torch.ones(2, 2, 3, 13).half()),
+    refused(
+        "74 tokens for sequence 1",
+        "holds 4 of capacity=77",
+        "truncate",
+        k=torch.ones(2, 74, 3, 13),
+        v=torch.ones(2, 74, 3, 7),
     ),
-    Refusal("rotary", {"rotary_cos": torch.ones(9, 2)}, ("rotary_cos and rotary_sin must be given together",)),
-    Refusal(
-        "rotary_positions",
-        {"rotary_cos": torch.ones(5, 2), "rotary_sin": torch.ones(5, 2)},
-        ("rotary_cos has 5 positions", "needs 6"),
-    ),
-    Refusal("window", {"window_size": (1,)}, ("window_size must be two integers", "(1,)")),
-    Refusal("bias", {"attn_bias": torch.ones(76)}, ("attn_bias must broadcast", "(2, 6, 1, 77)", "(76,)")),
-    Refusal("splits", {"num_splits": -1}, ("num_splits=-1", "at least 0")),
+    refused("rotary_cos and rotary_sin must be given together", rotary_cos=torch.ones(9, 2)),
+    refused("rotary_cos has 5 positions", "needs 6", rotary_cos=torch.ones(5, 2), rotary_sin=torch.ones(5, 2)),
+    refused("window_size must be two integers", "(1,)", window_size=(1,)),
+    refused("attn_bias must broadcast", "(2, 6, 1, 77)", "(76,)", attn_bias=torch.ones(76)),
+    refused("num_splits=-1", "at least 0", num_splits=-1),
 )
 
 
@@ -289,13 +284,13 @@ def test_a_refused_call_changes_nothing(kind: type[KVStore], refusal: Refusal) -
 
 
 LENGTHS = (
-    Refusal("longer", {"seqlens": int32(4, 5)}, ("seqlens[1]=5", "0 to 4")),
-    Refusal("negative", {"seqlens": int32(-1, 0)}, ("seqlens[0]=-1", "0 to 4")),
-    Refusal("one_for_all", {"seqlens": 5}, ("seqlens[0]=5", "0 to 4")),
-    Refusal("float", {"seqlens": 1.5}, ("seqlens must be an int32 tensor", "1.5")),
-    Refusal("dtype", {"seqlens": int32(1, 1).long()}, ("seqlens must be int32 (batch_size,) = (2,)", "int64 (2,)")),
-    Refusal("shape", {"seqlens": int32(1)}, ("(batch_size,) = (2,)", "int32 (1,)")),
-    Refusal("device", {"seqlens": int32(1, 1).to("meta")}, ("on cpu", "on meta")),
+    refused("seqlens[1]=5", "0 to 4", seqlens=int32(4, 5)),
+    refused("seqlens[0]=-1", "0 to 4", seqlens=int32(-1, 0)),
+    refused("seqlens[0]=5", "0 to 4", seqlens=5),
+    refused("seqlens must be an int32 tensor", "1.5", seqlens=1.5),
+    refused("seqlens must be int32 (batch_size,) = (2,)", "int64 (2,)", seqlens=int32(1, 1).long()),
+    refused("(batch_size,) = (2,)", "int32 (1,)", seqlens=int32(1)),
+    refused("on cpu", "on meta", seqlens=int32(1, 1).to("meta")),
 )
 
 

@@ -15,12 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fastattention
 from fastattention import ArgumentError, UnsupportedError, fast_attn_func, fast_attn_with_kvcache
 from unit.functions import CALLS, Call
+from unit.samples import int32
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def int32(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def scalars(**changes: Any) -> tuple[Any, ...]:

@@ -23,12 +23,12 @@ from unit.plan_calls import (
     assert_new,
     dense,
     every_function,
-    int32,
     kvcache,
     other_strides,
     unchecked,
     varlen,
 )
+from unit.samples import int32
 
 pytestmark = pytest.mark.usefixtures("no_plans")
 

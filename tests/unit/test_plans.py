@@ -41,11 +41,11 @@ from unit.plan_calls import (
     dense,
     every_function,
     files_of,
-    int32,
     kvcache,
     unchecked,
     varlen,
 )
+from unit.samples import int32
 
 pytestmark = pytest.mark.usefixtures("no_plans")
 

@@ -15,15 +15,12 @@ from fastattention import fast_attn_func
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.attention.validation.common import read_options
+from unit.samples import int32
 
 
 def dense(options: Options = Options()) -> Problem:  # noqa: B008 (immutable)
     q, k, v = torch.zeros(2, 5, 6, 16), torch.zeros(2, 7, 2, 16), torch.zeros(2, 7, 2, 24)
     return prepare_dense(q, k, v, options)[0]
-
-
-def int32(*values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_dense_problem_says_everything_about_the_call() -> None:

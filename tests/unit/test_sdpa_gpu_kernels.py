@@ -17,24 +17,9 @@ from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
+from unit.samples import problem_of
 
-FULL = Problem(
-    layout=Layout.DENSE,
-    device=torch.device("cuda", 0),
-    dtype=torch.bfloat16,
-    batch_size=2,
-    seqlen_q=11,
-    seqlen_k=40,
-    total_q=22,
-    nheads=4,
-    nheads_k=2,
-    headdim=64,
-    headdim_v=64,
-    softmax_scale=0.125,
-    window_left=-1,
-    window_right=-1,
-    return_lse=True,
-)
+FULL = problem_of(dtype=torch.bfloat16, batch_size=2, seqlen_q=11, seqlen_k=40, nheads=4, headdim=64, return_lse=True)
 SQUARE = replace(FULL, seqlen_k=11, window_right=0)
 LOWER_RIGHT = replace(FULL, window_right=0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastattention import sparse
 from fastattention.errors import ArgumentError
-from unit.refusals import Refusal, assert_refused, refusals
+from unit.refusals import Refusal, assert_refused, refusals, refused
 
 LENGTHS = st.integers(1, 500)
 BLOCK_SIZES = st.sampled_from([(64, 64), (64, 128), (128, 64), (192, 128)])
@@ -325,24 +325,24 @@ def test_density_counts_blocks_that_the_causal_mask_leaves(
 
 PATTERN = {"nheads": 2, "seqlen_q": 100, "seqlen_k": 200, "local_tokens": 3}
 BAD_PATTERNS = (
-    Refusal("nheads", {"nheads": 0}, ("nheads=0", "at least 1")),
-    Refusal("nheads_float", {"nheads": 2.0}, ("nheads must be", "at least 1", "2.0")),
-    Refusal("seqlen_q", {"seqlen_q": -1}, ("seqlen_q=-1", "at least 0")),
-    Refusal("seqlen_k", {"seqlen_k": -1}, ("seqlen_k=-1", "at least 0")),
-    Refusal("local_negative", {"local_tokens": [3, -1]}, ("local_tokens=-1", "at least 0")),
-    Refusal("local_count", {"local_tokens": [3, 3, 3]}, ("local_tokens has 3 numbers", "each of 2")),
-    Refusal("local_float", {"local_tokens": 0.5}, ("local_tokens must be an integer", "0.5")),
-    Refusal("local_nested", {"local_tokens": torch.ones(2, 2).long()}, ("local_tokens must be an integer", "[1, 1]")),
-    Refusal("block_size", {"block_size": (64, 100)}, ("block_size", "(64, 100)", "multiples of 64")),
-    Refusal("block_size_zero", {"block_size": 0}, ("block_size", "multiples of 64")),
+    refused("nheads=0", "at least 1", nheads=0),
+    refused("nheads must be", "at least 1", "2.0", nheads=2.0),
+    refused("seqlen_q=-1", "at least 0", seqlen_q=-1),
+    refused("seqlen_k=-1", "at least 0", seqlen_k=-1),
+    refused("local_tokens=-1", "at least 0", local_tokens=[3, -1]),
+    refused("local_tokens has 3 numbers", "each of 2", local_tokens=[3, 3, 3]),
+    refused("local_tokens must be an integer", "0.5", local_tokens=0.5),
+    refused("local_tokens must be an integer", "[1, 1]", local_tokens=torch.ones(2, 2).long()),
+    refused("block_size", "(64, 100)", "multiples of 64", block_size=(64, 100)),
+    refused("block_size", "multiples of 64", block_size=0),
 )
 
 
 @refusals(
     *BAD_PATTERNS,
-    Refusal("sink_negative", {"sink_tokens": -1}, ("sink_tokens=-1", "at least 0")),
-    Refusal("sink_count", {"sink_tokens": torch.ones(3).long()}, ("sink_tokens has 3 numbers", "each of 2")),
-    Refusal("sink_none", {"sink_tokens": None}, ("sink_tokens must be an integer", "None")),
+    refused("sink_tokens=-1", "at least 0", sink_tokens=-1),
+    refused("sink_tokens has 3 numbers", "each of 2", sink_tokens=torch.ones(3).long()),
+    refused("sink_tokens must be an integer", "None", sink_tokens=None),
 )
 def test_wrong_streaming_is_refused(refusal: Refusal) -> None:
     assert_refused(lambda: sparse.streaming(**(PATTERN | {"sink_tokens": 1} | refusal.changes)), refusal)
@@ -350,10 +350,10 @@ def test_wrong_streaming_is_refused(refusal: Refusal) -> None:
 
 @refusals(
     *BAD_PATTERNS,
-    Refusal("stride", {"stride": 0}, ("stride=0", "at least 1")),
-    Refusal("offset", {"offset": 4}, ("offset=4", "from 0 to 3")),
-    Refusal("offset_of_a_head", {"offset": [0, -1]}, ("offset=-1", "from 0 to 3")),
-    Refusal("offset_count", {"offset": [0]}, ("offset has 1 numbers", "each of 2")),
+    refused("stride=0", "at least 1", stride=0),
+    refused("offset=4", "from 0 to 3", offset=4),
+    refused("offset=-1", "from 0 to 3", offset=[0, -1]),
+    refused("offset has 1 numbers", "each of 2", offset=[0]),
 )
 def test_wrong_strides_are_refused(refusal: Refusal) -> None:
     assert_refused(lambda: sparse.strided(**(PATTERN | {"stride": 4} | refusal.changes)), refusal)
@@ -362,57 +362,51 @@ def test_wrong_strides_are_refused(refusal: Refusal) -> None:
 Q, K = torch.zeros(2, 100, 4, 8), torch.zeros(2, 200, 2, 8)
 MASK = torch.ones(2, 4, 1, 2, dtype=torch.bool)
 BAD_SCORES = (
-    Refusal("q_none", {"q": None}, ("q must be a torch.Tensor", "NoneType")),
-    Refusal("q_rank", {"q": Q[0]}, ("q must be (batch_size, seqlen_q, nheads, headdim)", "(100, 4, 8)")),
-    Refusal("k_rank", {"k": K[0]}, ("k must be (batch_size, seqlen_k, nheads_k, headdim)", "(200, 2, 8)")),
-    Refusal("integers", {"q": Q.long(), "k": K.long()}, ("q must be floating point", "int64")),
-    Refusal("dtypes", {"k": K.half()}, ("k has dtype torch.float16", "torch.float32")),
-    Refusal("devices", {"k": K.to("meta")}, ("k is on meta", "cpu")),
-    Refusal("batch_size", {"k": K[:1]}, ("k has batch_size 1", "q has 2")),
-    Refusal("headdim", {"k": K[..., :4]}, ("k has headdim 4", "q has 8")),
-    Refusal("no_headdim", {"q": Q[..., :0], "k": K[..., :0]}, ("headdim=0", "at least 1")),
-    Refusal("nheads", {"q": Q[:, :, :3]}, ("nheads=3", "nheads_k=2")),
-    Refusal("no_heads", {"k": K[:, :, :0]}, ("nheads=4", "nheads_k=0")),
-    Refusal("scale", {"softmax_scale": math.nan}, ("softmax_scale=nan", "finite")),
-    Refusal("scale_text", {"softmax_scale": "1"}, ("softmax_scale must be a number", "'1'")),
-    Refusal("causal", {"causal": 2}, ("causal must be True or False", "2")),
-    Refusal("block_size", {"block_size": (32, 64)}, ("block_size", "(32, 64)", "multiples of 64")),
+    refused("q must be a torch.Tensor", "NoneType", q=None),
+    refused("q must be (batch_size, seqlen_q, nheads, headdim)", "(100, 4, 8)", q=Q[0]),
+    refused("k must be (batch_size, seqlen_k, nheads_k, headdim)", "(200, 2, 8)", k=K[0]),
+    refused("q must be floating point", "int64", q=Q.long(), k=K.long()),
+    refused("k has dtype torch.float16", "torch.float32", k=K.half()),
+    refused("k is on meta", "cpu", k=K.to("meta")),
+    refused("k has batch_size 1", "q has 2", k=K[:1]),
+    refused("k has headdim 4", "q has 8", k=K[..., :4]),
+    refused("headdim=0", "at least 1", q=Q[..., :0], k=K[..., :0]),
+    refused("nheads=3", "nheads_k=2", q=Q[:, :, :3]),
+    refused("nheads=4", "nheads_k=0", k=K[:, :, :0]),
+    refused("softmax_scale=nan", "finite", softmax_scale=math.nan),
+    refused("softmax_scale must be a number", "'1'", softmax_scale="1"),
+    refused("causal must be True or False", "2", causal=2),
+    refused("block_size", "(32, 64)", "multiples of 64", block_size=(32, 64)),
 )
 
 
 @refusals(
     *BAD_SCORES,
-    Refusal("p_zero", {"p": 0}, ("p=0", "above 0 and at most 1")),
-    Refusal("p_above", {"p": 1.01}, ("p=1.01", "above 0 and at most 1")),
-    Refusal("p_nan", {"p": math.nan}, ("p=nan", "above 0 and at most 1")),
-    Refusal("p_text", {"p": "0.5"}, ("p='0.5'", "above 0 and at most 1")),
+    refused("p=0", "above 0 and at most 1", p=0),
+    refused("p=1.01", "above 0 and at most 1", p=1.01),
+    refused("p=nan", "above 0 and at most 1", p=math.nan),
+    refused("p='0.5'", "above 0 and at most 1", p="0.5"),
 )
 def test_wrong_estimates_are_refused(refusal: Refusal) -> None:
     assert_refused(lambda: sparse.top_p_blocks(**({"q": Q, "k": K, "p": 0.5} | refusal.changes)), refusal)
 
 
 BAD_MASKS = (
-    Refusal("mask_none", {"block_mask": None}, ("block_mask must be a torch.Tensor", "NoneType")),
-    Refusal("mask_dtype", {"block_mask": MASK.int()}, ("block_mask must be bool", "int32")),
-    Refusal("mask_rank", {"block_mask": MASK[0]}, ("block_mask must be", "1, 2)", "(4, 1, 2)")),
-    Refusal("mask_rows", {"block_mask": MASK.expand(-1, -1, 2, -1)}, ("block_mask must be", "1, 2)", "(2, 4, 2, 2)")),
-    Refusal("mask_columns", {"block_mask": MASK[..., :1]}, ("block_mask must be", "1, 2)", "(2, 4, 1, 1)")),
-    Refusal("other_blocks", {"block_size": 64}, ("block_mask must be", "2, 4)", "(2, 4, 1, 2)")),
+    refused("block_mask must be a torch.Tensor", "NoneType", block_mask=None),
+    refused("block_mask must be bool", "int32", block_mask=MASK.int()),
+    refused("block_mask must be", "1, 2)", "(4, 1, 2)", block_mask=MASK[0]),
+    refused("block_mask must be", "1, 2)", "(2, 4, 2, 2)", block_mask=MASK.expand(-1, -1, 2, -1)),
+    refused("block_mask must be", "1, 2)", "(2, 4, 1, 1)", block_mask=MASK[..., :1]),
+    refused("block_mask must be", "2, 4)", "(2, 4, 1, 2)", block_size=64),
 )
 
 
 @refusals(
     *BAD_SCORES,
     *BAD_MASKS,
-    Refusal(
-        "mask_batch",
-        {"block_mask": MASK.repeat(2, 1, 1, 1)},
-        ("block_mask must be", "(2 or 1, 4 or 1, 1, 2)", "(4, 4, 1, 2)"),
-    ),
-    Refusal(
-        "mask_heads", {"block_mask": MASK[:, :2]}, ("block_mask must be", "(2 or 1, 4 or 1, 1, 2)", "(2, 2, 1, 2)")
-    ),
-    Refusal("mask_device", {"block_mask": MASK.to("meta")}, ("block_mask is on meta", "cpu")),
+    refused("block_mask must be", "(2 or 1, 4 or 1, 1, 2)", "(4, 4, 1, 2)", block_mask=MASK.repeat(2, 1, 1, 1)),
+    refused("block_mask must be", "(2 or 1, 4 or 1, 1, 2)", "(2, 2, 1, 2)", block_mask=MASK[:, :2]),
+    refused("block_mask is on meta", "cpu", block_mask=MASK.to("meta")),
 )
 def test_wrong_recalls_are_refused(refusal: Refusal) -> None:
     assert_refused(lambda: sparse.recall(**({"q": Q, "k": K, "block_mask": MASK} | refusal.changes)), refusal)
@@ -420,9 +414,9 @@ def test_wrong_recalls_are_refused(refusal: Refusal) -> None:
 
 @refusals(
     *BAD_MASKS,
-    Refusal("seqlen", {"seqlen_q": -5}, ("seqlen_q=-5", "at least 0")),
-    Refusal("causal", {"causal": "no"}, ("causal must be True or False", "'no'")),
-    Refusal("block_size", {"block_size": 65}, ("block_size", "65", "multiples of 64")),
+    refused("seqlen_q=-5", "at least 0", seqlen_q=-5),
+    refused("causal must be True or False", "'no'", causal="no"),
+    refused("block_size", "65", "multiples of 64", block_size=65),
 )
 def test_wrong_densities_are_refused(refusal: Refusal) -> None:
     arguments = {"block_mask": MASK, "seqlen_q": 100, "seqlen_k": 200} | refusal.changes

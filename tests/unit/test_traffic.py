@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastattention import explain, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.attention.problem import Layout, Problem
@@ -24,28 +23,14 @@ from fastattention.backends.cuda.attention.traffic import tiled_keys
 from fastattention.engine.explain import Bytes, Traffic
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import CHIPS, Limits
+from unit.samples import int32, problem_of
 
 MIB = 2**20
 H100 = CHIPS["H100"]
 # 4 CTAs at a time, which is 4 tiles of 128 queries at headdim 128; a quarter of L2 holds 16 of its float16 tokens.
 SMALL = H100._replace(num_sms=2, l2_bytes=32 * 1024)
 # float16, 16 heads of 128: 16 MiB for each of q, k, v and out.
-PROBLEM = Problem(
-    layout=Layout.DENSE,
-    device=torch.device("cuda", 0),
-    dtype=torch.float16,
-    batch_size=1,
-    seqlen_q=4096,
-    seqlen_k=4096,
-    total_q=4096,
-    nheads=16,
-    nheads_k=16,
-    headdim=128,
-    headdim_v=128,
-    softmax_scale=128**-0.5,
-    window_left=-1,
-    window_right=-1,
-)
+PROBLEM = problem_of(seqlen_q=4096, nheads=16, nheads_k=16, softmax_scale=128**-0.5)
 ONE_HEAD: dict[str, Any] = {"seqlen_q": 1024, "seqlen_k": 1024, "total_q": 1024, "nheads": 1, "nheads_k": 1}
 
 
@@ -175,10 +160,6 @@ def test_the_cuda_backend_knows_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     problem, extent = dataclasses.replace(PROBLEM, **ONE_HEAD), Extent({(1024, 1024): 1})
     assert CudaBackend().traffic(problem, extent) == traffic(problem, SMALL)
     assert CudaBackend().traffic(dataclasses.replace(problem, has_bias=True), extent) is None
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_explain_counts_a_dense_call() -> None:

@@ -11,12 +11,7 @@ import torch
 from fastattention import explain, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.common.tile_range import TileRange
-from fastattention.backends.common.traffic import (
-    Extent,
-    io_bound,
-    token_bytes,
-    traffic_of,
-)
+from fastattention.backends.common.traffic import Extent, io_bound, token_bytes, traffic_of
 from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.backends.cuda.attention.plan import make_plan
 from fastattention.backends.cuda.attention.traffic import tiled_keys

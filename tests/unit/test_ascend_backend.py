@@ -79,7 +79,6 @@ def test_tensors_elsewhere_are_refused() -> None:
 )
 def test_the_kernels_refuse_what_they_cannot_do_and_name_it(fields: dict[str, Any], named: str) -> None:
     reason = why_not_kernels(replace(dense(), **fields))
-    assert reason is not None
     assert named in reason
     assert OnNpu("triton").why_not(replace(dense(), **fields)) == f"triton: {reason}"
 
@@ -112,7 +111,6 @@ class OnAnotherNpu(OnNpu):
 
 def test_an_npu_whose_tiles_are_not_known_is_a_reason_and_no_surprise() -> None:
     reason = OnAnotherNpu("triton").why_not(dense())
-    assert reason is not None
     assert "no tiles are known for this NPU" in reason
     assert "Ascend950PR_9599" in reason
     assert OnAnotherNpu().implementation(dense()) == "vendor"
@@ -210,7 +208,6 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_refusal_is_told() -> None:
     reason = OnNpu().why_not(replace(dense(), has_bias=True))
-    assert reason is not None
     assert "vendor: " in reason
     assert "triton: " in reason
 
@@ -246,7 +243,6 @@ def test_splits_are_merged_by_a_second_kernel() -> None:
     assert merge.arguments["partial_out"].shape == (3, 1, 1, 8, 32)
     assert merge.arguments["partial_out"].dtype is torch.float32
     output = call.finish(prepared.output)
-    assert output.lse is not None
     assert output.lse.shape == problem.lse_shape
     assert output.lse.is_contiguous()
 

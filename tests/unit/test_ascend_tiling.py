@@ -93,7 +93,6 @@ def test_tiling_that_is_too_large_is_refused_naming_buffer_and_bytes(
 ) -> None:
     small = Chip(**{**asdict(CHIP), capacity: allowed})
     reason = why_not_fit(GOOD, 128, 128, torch.float16, small)
-    assert reason is not None
     assert reason.startswith(f"{buffer} would hold {used} bytes (")
     assert reason.endswith(f"910B2 allows {allowed}")
     exact = Chip(**{**asdict(CHIP), capacity: used})
@@ -115,7 +114,6 @@ def test_tiling_that_is_too_large_is_refused_naming_buffer_and_bytes(
 )
 def test_impossible_tiling_is_refused(field: str, value: int, reason: str) -> None:
     given = why_not_fit(changed(GOOD, field, value), 128, 128, torch.float16, CHIP)
-    assert given is not None
     assert given.startswith(reason)
 
 

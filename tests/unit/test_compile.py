@@ -99,7 +99,6 @@ def test_compiled_autograd_gives_the_same_gradients() -> None:
     right = torch.autograd.grad(fast_attn_func(q, q, q, causal=True).square().sum(), q)[0]
     with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager", fullgraph=True)):
         fast_attn_func(q, q, q, causal=True).square().sum().backward()
-    assert q.grad is not None
     assert torch.equal(q.grad, right)
 
 
@@ -194,7 +193,6 @@ def test_compiled_gradients_are_as_good_as_those_of_plain_torch(dtype: torch.dty
         def run(q: Tensor, k: Tensor, v: Tensor, *scores: Tensor) -> tuple[Tensor, Tensor]:
             named = dict(zip(("alibi_slopes", "attn_bias", "sinks"), scores, strict=True))
             result = reference_attention(*prepare_dense(q, k, v, options, **named), compute_dtype)
-            assert result.lse is not None
             return result.out, result.lse
 
         return gradients(run)

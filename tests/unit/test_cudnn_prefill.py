@@ -34,7 +34,6 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_long_prefill_is_faster_by_cudnn(problem: Problem, changes: dict[str, Any]) -> None:
     reason = cudnn_prefill.why_faster(replace(problem, **changes))
-    assert reason is not None
     assert "as fast as our kernels" in reason
 
 
@@ -69,7 +68,6 @@ TRAINING = replace(LONG, return_lse=False, grads=("q", "k", "v"))
 @pytest.mark.parametrize("problem", [TRAINING, replace(TRAINING, window_right=-1), replace(TRAINING, grads=("v",))])
 def test_its_backward_is_faster_too(problem: Problem) -> None:
     reason = cudnn_prefill.why_faster(problem)
-    assert reason is not None
     assert "backward" in reason
 
 

@@ -156,7 +156,6 @@ class Kernel:
         assert self._lse is None or type(arguments[self._lse]) is bool
         options = Options(softmax_scale=scale, causal=arguments[self._causal], return_lse=True)
         exact = reference_attention(*prepare_dense(*(x.transpose(1, 2) for x in (q, k, v)), options))
-        assert exact.lse is not None
         out, lse = exact.out.transpose(1, 2).to(q.dtype), exact.lse.float()
         assert inferred[0].shape == out.shape
         return (out, lse.view(inferred[1].shape), *inferred[2:])

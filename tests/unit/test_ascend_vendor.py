@@ -29,40 +29,33 @@ PAGES = replace(CACHE, page_block_size=128)
 DECODE_PAGES = replace(DECODE, page_block_size=16)
 
 
-@pytest.mark.parametrize("problem", [DENSE, VARLEN, CACHE, DECODE, PAGES, DECODE_PAGES])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"dtype": torch.bfloat16},
-        {"window_left": 7, "window_right": 3},
-        {"softmax_scale": -0.5, "return_lse": True, "num_splits": 3, "deterministic": True},
-        {"headdim": 128, "headdim_v": 128},
-        {"nheads": 128, "nheads_k": 2},
-    ],
-)
-def test_ordinary_calls_are_served(problem: Problem, fields: dict[str, Any]) -> None:
-    assert vendor.why_not(replace(problem, **fields)) is None
+PREFILLS = (DENSE, VARLEN)
+SERVED: list[tuple[tuple[Problem, ...], dict[str, Any]]] = [
+    *(
+        ((*PREFILLS, CACHE, DECODE, PAGES, DECODE_PAGES), fields)
+        for fields in (
+            {},
+            {"dtype": torch.bfloat16},
+            {"window_left": 7, "window_right": 3},
+            {"softmax_scale": -0.5, "return_lse": True, "num_splits": 3, "deterministic": True},
+            {"headdim": 128, "headdim_v": 128},
+            {"nheads": 128, "nheads_k": 2},
+        )
+    ),
+    ((CACHE,), {"seqlen_new": 5, "rotary_dim": 32}),  # which come first
+    (PREFILLS, {"dtype": torch.float32}),  # these have two operators to choose from
+    (PREFILLS, {"has_sinks": True}),
+    (PREFILLS, {"headdim": 59, "headdim_v": 40}),
+    (PREFILLS, {"headdim": 768, "headdim_v": 768}),
+    (PREFILLS, {"nheads": 130, "nheads_k": 1}),
+    (PREFILLS, {"seqlen_k": 2**20}),
+]
 
 
-def test_an_append_with_rotary_is_served_since_it_comes_first() -> None:
-    assert vendor.why_not(replace(CACHE, seqlen_new=5, rotary_dim=32)) is None
-
-
-@pytest.mark.parametrize("problem", [DENSE, VARLEN], ids=["dense", "varlen"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"dtype": torch.float32},
-        {"has_sinks": True},
-        {"headdim": 59, "headdim_v": 40},
-        {"headdim": 768, "headdim_v": 768},
-        {"nheads": 130, "nheads_k": 1},
-        {"seqlen_k": 2**20},
-    ],
-)
-def test_prefills_have_two_operators_to_choose_from(problem: Problem, fields: dict[str, Any]) -> None:
-    assert vendor.why_not(replace(problem, **fields)) is None
+@pytest.mark.parametrize(("problems", "fields"), SERVED, ids=[str(fields) for _, fields in SERVED])
+def test_ordinary_calls_are_served(problems: tuple[Problem, ...], fields: dict[str, Any]) -> None:
+    for problem in problems:
+        assert vendor.why_not(replace(problem, **fields)) is None, problem
 
 
 REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
@@ -97,11 +90,7 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
     (DECODE, {"seqlen_k": 262145}, "seqlen_k=262145; npu_fused_infer_attention_score takes at most 262144"),
     (PAGES, {"page_block_size": 64}, "page_block_size=64; npu_fused_infer_attention_score takes multiples of 128"),
     (PAGES, {"page_block_size": 640}, "up to 512 for seqlen_q=5"),
-    (
-        DECODE_PAGES,
-        {"page_block_size": 24},
-        "page_block_size=24; npu_fused_infer_attention_score takes multiples of 16",
-    ),
+    (DECODE_PAGES, {"page_block_size": 24}, "page_block_size=24; npu_fused_infer_attention_score takes multiples of"),
     (DECODE_PAGES, {"page_block_size": 1024}, "up to 512 for seqlen_q=1"),
 ]
 
@@ -114,14 +103,8 @@ def test_a_refusal_names_what_was_given_and_what_is_taken(problem: Problem, fiel
 
 def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:
     """Which keys a query sees under a bottom-right aligned window, one key after the other."""
-    return [
-        [
-            (left == -1 or j - (i + seqlen_k - seqlen_q) >= -left)
-            and (right == -1 or j - (i + seqlen_k - seqlen_q) <= right)
-            for j in range(seqlen_k)
-        ]
-        for i in range(seqlen_q)
-    ]
+    beyond = [[key - query - (seqlen_k - seqlen_q) for key in range(seqlen_k)] for query in range(seqlen_q)]
+    return [[(left == -1 or one >= -left) and (right == -1 or one <= right) for one in row] for row in beyond]
 
 
 def visible_to_the_vendor(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:

@@ -22,10 +22,7 @@ LONG_FULL = replace(FULL, batch_size=1, seqlen_q=1024, seqlen_k=1024, nheads=32,
 LONG = replace(LONG_FULL, seqlen_q=4096, seqlen_k=4096, window_right=0)
 
 
-@pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_kernels, "_cudnn_takes", lambda problem: problem.headdim <= 256)
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 @pytest.mark.parametrize("problem", [LONG, LONG_FULL], ids=["causal", "full"])

@@ -15,28 +15,19 @@ from fastattention.backends.cpu.library import load_library
 def _mask(tiles: TileRange) -> list[list[bool]]:
     """Element by element, from the definition."""
     offset = tiles.seqlen_k - tiles.seqlen_q
+    beyond = [[j - i - offset for j in range(tiles.seqlen_k)] for i in range(tiles.seqlen_q)]
     return [
-        [
-            (tiles.left < 0 or j >= i + offset - tiles.left) and (tiles.right < 0 or j <= i + offset + tiles.right)
-            for j in range(tiles.seqlen_k)
-        ]
-        for i in range(tiles.seqlen_q)
+        [(tiles.left < 0 or d >= -tiles.left) and (tiles.right < 0 or d <= tiles.right) for d in row] for row in beyond
     ]
 
 
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "left", "right"),
     [
-        (6, 6, -1, 0),
-        (4, 9, -1, 0),
-        (9, 4, -1, 0),
-        (7, 7, 2, 0),
-        (5, 8, 1, 1),
-        (8, 5, 0, -1),
-        (6, 6, -1, -1),
+        (6, 6, -1, 0), (4, 9, -1, 0), (9, 4, -1, 0), (7, 7, 2, 0), (5, 8, 1, 1), (8, 5, 0, -1), (6, 6, -1, -1),
         (6, 6, 0, 0),
     ],
-)
+)  # fmt: skip
 def test_classification_is_what_the_mask_says(seqlen_q: int, seqlen_k: int, left: int, right: int) -> None:
     tiles = TileRange(seqlen_q, seqlen_k, left, right)
     mask = _mask(tiles)

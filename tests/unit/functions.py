@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -113,3 +114,4 @@ CALLS = (
         int8=("k_cache", "v_cache"),
     ),
 )
+every_call = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])

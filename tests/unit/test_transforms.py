@@ -18,7 +18,7 @@ from fastattention import (
     merge_attn_states,
 )
 from fastattention.attention.backend import ATTENTION_BACKENDS
-from unit.functions import CALLS, Call
+from unit.functions import CALLS, Call, every_call
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BACKENDS = [
@@ -97,7 +97,7 @@ def test_a_backend_without_derivatives_says_so_within_a_transform() -> None:
         func.grad(squares(lambda q, k, v: fast_attn_func(q, k, v, backend="cpu")))(Q[0], K[0], V[0])
 
 
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_vmap_of_every_function_is_a_loop(call: Call) -> None:
     """Every tensor by itself is mapped, then all of them."""
@@ -130,7 +130,7 @@ def test_vmap_refuses_to_append_to_a_cache_that_is_not_mapped() -> None:
         func.vmap(lambda k: fast_attn_with_kvcache(**tensors, **call.scalars, k=k))(k)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 def test_functionalize(call: Call) -> None:
     if call.differentiable:
         assert_close(func.functionalize(call.run)(call.tensors()), call.run(call.tensors()))
@@ -140,7 +140,7 @@ def test_functionalize(call: Call) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_a_trace_computes_the_same_of_other_numbers(call: Call) -> None:
     """torch.jit.trace; of memory that nobody had written it recorded once."""

@@ -90,7 +90,11 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
     (DECODE, {"seqlen_k": 262145}, "seqlen_k=262145; npu_fused_infer_attention_score takes at most 262144"),
     (PAGES, {"page_block_size": 64}, "page_block_size=64; npu_fused_infer_attention_score takes multiples of 128"),
     (PAGES, {"page_block_size": 640}, "up to 512 for seqlen_q=5"),
-    (DECODE_PAGES, {"page_block_size": 24}, "page_block_size=24; npu_fused_infer_attention_score takes multiples of"),
+    (
+        DECODE_PAGES,
+        {"page_block_size": 24},
+        "page_block_size=24; npu_fused_infer_attention_score takes multiples of 16",
+    ),
     (DECODE_PAGES, {"page_block_size": 1024}, "up to 512 for seqlen_q=1"),
 ]
 

@@ -61,14 +61,14 @@ def test_calls_on_every_chip_are_served(
     assert backend.why_not(problem) is None
 
 
-OLD = torch.device("cuda", len(CHIPS))
+OLD, SDPA = torch.device("cuda", len(CHIPS)), "; use backend='sdpa'"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"device": torch.device("cpu")}, "tensors are on cpu; the cuda backend takes tensors on cuda"),
     "too old": ({"device": OLD}, f"{OLD} has compute capability 5.2; Pascal (6.0) is the oldest that is served"),
     "float32": ({"dtype": torch.float32}, "float32 is not served; use float16 or bfloat16, or backend='sdpa'"),
-    "bias": ({"grads": ("attn_bias",)}, "attn_bias requires a gradient, which cuda does not compute; use backend="),
+    "bias": ({"grads": ("attn_bias",)}, f"attn_bias requires a gradient, which cuda does not compute{SDPA}"),
     "pages": ({"grads": ("q",), "page_block_size": 16}, "k and v are pages, whose gradients are not computed"),
-    "wide": ({"grads": ("q",), "headdim": 288}, "headdim=288; gradients are computed from 1 to 256; use backend="),
+    "wide": ({"grads": ("q",), "headdim": 288}, f"headdim=288; gradients are computed from 1 to 256{SDPA}"),
     "mask": ({"dropout_p": 0.5, "return_mask": True}, "return_attn_probs with dropout is not served"),
     "float32 cache": ({**CACHE, "dtype": torch.float32}, "float32 is not served"),
 }

@@ -1,4 +1,4 @@
-"""What many tests begin with: a small integer tensor, a problem that backends are asked about."""
+"""What many tests begin with: a small integer tensor, the mask of a window, a problem to ask backends about."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ DEFAULTS: dict[str, Any] = {
 
 def int32(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def visible(seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1) -> Tensor:
+    """Bool (seqlen_q, seqlen_k): what a window shows, from its definition."""
+    beyond = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    return ((beyond >= -left) | (left < 0)) & ((beyond <= right) | (right < 0))
 
 
 def problem_of(**changes: Any) -> Problem:

@@ -19,7 +19,7 @@ from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.vendor.masks import SparseMode, rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, check
 from fastattention.backends.ascend.vendor.prefill import VarlenPlan
-from unit.samples import problem_of
+from unit.samples import problem_of, visible
 
 DENSE = problem_of(device=torch.device("cpu"), batch_size=2, seqlen_q=100, seqlen_k=120, headdim=64, window_right=0)
 VARLEN = replace(DENSE, layout=Layout.VARLEN)
@@ -105,12 +105,6 @@ def test_a_refusal_names_what_was_given_and_what_is_taken(problem: Problem, fiel
     assert named in (vendor.why_not(replace(problem, **fields)) or "served")
 
 
-def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:
-    """Which keys a query sees under a bottom-right aligned window, one key after the other."""
-    beyond = [[key - query - (seqlen_k - seqlen_q) for key in range(seqlen_k)] for query in range(seqlen_q)]
-    return [[(left == -1 or one >= -left) and (right == -1 or one <= right) for one in row] for row in beyond]
-
-
 def visible_to_the_vendor(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:
     """Which keys the operators say they attend to."""
     mode, pre_tokens, next_tokens = sparse_mask(left, right, seqlen_q, seqlen_k)
@@ -128,11 +122,13 @@ def visible_to_the_vendor(seqlen_q: int, seqlen_k: int, left: int, right: int) -
 def test_every_small_window_is_what_the_operator_attends_to() -> None:
     sides = (-1, 0, 1, 2, 5, 30)
     for seqlen_q, seqlen_k, left, right in itertools.product(range(1, 8), range(1, 8), sides, sides):
-        asked = visible(seqlen_q, seqlen_k, left, right)
+        asked = visible(seqlen_q, seqlen_k, left, right).tolist()
         assert visible_to_the_vendor(seqlen_q, seqlen_k, left, right) == asked, (seqlen_q, seqlen_k, left, right)
         empty = rows_without_keys(seqlen_q, seqlen_k, right)
         assert [any(row) for row in asked] == [False] * empty + [True] * (seqlen_q - empty)
-        assert visible(seqlen_q - empty, seqlen_k, left, right) == asked[empty:], "the rest is the same problem"
+        assert visible(seqlen_q - empty, seqlen_k, left, right).tolist() == asked[empty:], (
+            "the rest is the same problem"
+        )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +159,7 @@ def test_a_varlen_plan_holds_the_queries_with_keys_and_no_others(lengths: list[t
     plan = VarlenPlan.of(offsets_q, offsets_k, right)
     wanted_q, wanted_k, wanted_lengths = [], [], []
     for first_q, first_k, (seqlen_q, seqlen_k) in zip(offsets_q, offsets_k, lengths, strict=False):
-        seen = [first_q + i for i, row in enumerate(visible(seqlen_q, seqlen_k, -1, right)) if any(row)]
+        seen = [first_q + i for i, row in enumerate(visible(seqlen_q, seqlen_k, -1, right)) if row.any()]
         if seen:
             wanted_q += seen
             wanted_k += range(first_k, first_k + seqlen_k)

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
 from fastattention.attention.validation import flex_masks
 from fastattention.attention.validation.flex_masks import FlexBlocks, is_flex_mask, read_flex_mask
 from fastattention.errors import ArgumentError, UnsupportedError
+from unit.samples import visible
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -82,11 +83,8 @@ def listed(
 def pairs(read: FlexBlocks, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Bool (batch_size or 1, nheads or 1, seqlen_q, seqlen_k): what is visible by what was read."""
     rows, columns = torch.arange(seqlen_q), torch.arange(seqlen_k)
-    beyond = columns - rows[:, None] - (seqlen_k - seqlen_q)
-    visible = read.kept[:, :, rows // read.block_size[0]][..., columns // read.block_size[1]]
-    if read.window_left >= 0:
-        visible = visible & (beyond >= -read.window_left)
-    return visible & (beyond <= read.window_right) if read.window_right >= 0 else visible
+    kept = read.kept[:, :, rows // read.block_size[0]][..., columns // read.block_size[1]]
+    return kept & visible(seqlen_q, seqlen_k, read.window_left, read.window_right)
 
 
 def visible_by(mod: MaskMod, seqlen_q: int, seqlen_k: int, sizes: tuple[int, int] = (1, 1)) -> Tensor:

@@ -100,5 +100,4 @@ def test_the_backend_of_the_page_passes_conformance(request: pytest.FixtureReque
 def test_the_backend_of_the_page_refuses_by_name(name: str, reason: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
     refusal = PLAIN.refusal(problem_of(case, torch.float32))
-    assert refusal is not None
     assert reason in refusal

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from unit.samples import problem_of
 
 from ascend.vendor.engine import VendorBackend
 from fastattention.attention.problem import Layout, Problem
@@ -14,10 +15,9 @@ from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.backend import AscendBackend, why_not_kernels
 from fastattention.backends.ascend.vendor.limits import why_not_inference
 
-DENSE = Problem(
-    layout=Layout.DENSE, device=torch.device("cpu"), dtype=torch.bfloat16, batch_size=2, seqlen_q=100, seqlen_k=120,
-    total_q=200, nheads=8, nheads_k=2, headdim=64, headdim_v=64, softmax_scale=0.125, window_left=-1, window_right=0,
-    grads=("q", "k", "v"),
+DENSE = problem_of(
+    device=torch.device("cpu"), dtype=torch.bfloat16, batch_size=2, seqlen_q=100, seqlen_k=120, headdim=64,
+    window_right=0, grads=("q", "k", "v"),
 )  # fmt: skip
 VARLEN = replace(DENSE, layout=Layout.VARLEN)
 BOTH = pytest.mark.parametrize("problem", [DENSE, VARLEN], ids=["dense", "varlen"])

@@ -118,7 +118,7 @@ CACHE_CHANGES: dict[str, Arguments] = {
 }
 
 
-# Of a wrong type, which every call reads: plans of earlier calls refuse them themselves.
+# Values of a wrong type: every call reads them, so plans of earlier calls refuse them.
 NO_INTEGERS = {
     "varlen-max_seqlen_q-type": ("varlen", {"max_seqlen_q": 3.0}),
     "cache-rotary_interleaved-type": ("kvcache", {"rotary_interleaved": 1.0}),

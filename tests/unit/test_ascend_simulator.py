@@ -157,7 +157,7 @@ def overlap(some: list[Operation], others: list[Operation]) -> bool:
 
 
 def test_stages_overlap() -> None:
-    """Buffers of the Cube always; of Cube and Vector where tiles are computed ahead."""
+    """Operations of the Cube overlap always, those of Cube and Vector where tiles are computed ahead."""
     for name in ("unified", "measured"):
         operations = simulated(setting(TILINGS[name]), 6)
         ahead = overlap(select(operations, "Cube", "M"), select(operations, "Vector", "V", "softmax"))

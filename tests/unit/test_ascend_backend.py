@@ -71,7 +71,7 @@ def test_tensors_elsewhere_are_refused() -> None:
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
         ({"grads": ("q",)}, "gradient"),
-        ({"has_bias": True}, "attn_bias"),
+        ({"score_tensors": ("attn_bias",)}, "attn_bias"),
         ({"headdim": 264}, "headdim=264"),
         ({"headdim_v": 264}, "headdim_v=264"),
     ],
@@ -209,7 +209,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_refusal_is_told() -> None:
-    reason = OnNpu().why_not(replace(dense(), has_bias=True))
+    reason = OnNpu().why_not(replace(dense(), score_tensors=("attn_bias",)))
     assert reason is not None
     assert "vendor: " in reason
     assert "triton: " in reason

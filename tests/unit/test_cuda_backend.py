@@ -56,7 +56,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
         {"layout": Layout.VARLEN, "total_q": 200},
         {"layout": Layout.VARLEN, "page_block_size": 16},
         {"window_left": 5, "window_right": 3},
-        {"softcap": 30.0, "has_alibi": True, "has_bias": True, "has_sinks": True},
+        {"softcap": 30.0, "score_tensors": ("alibi_slopes", "attn_bias", "sinks")},
         {"headdim": 256, "headdim_v": 40},
         {"return_lse": True, "deterministic": True},
         {"grads": ("q", "k", "v", "sinks"), "deterministic": True},

@@ -297,7 +297,7 @@ CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
         ({"layout": Layout.DENSE, "seqlen_k": 255}, False),
         ({"layout": Layout.DENSE, "seqlen_q": 512, "seqlen_k": 2048, "nheads": 8}, True),
         ({"layout": Layout.DENSE, "seqlen_q": 513, "seqlen_k": 2048, "nheads": 8}, False),
-        ({"layout": Layout.DENSE, "has_bias": True}, True),
+        ({"layout": Layout.DENSE, "score_tensors": ("attn_bias",)}, True),
         ({"layout": Layout.VARLEN, "page_block_size": 16}, False),
     ],
     ids=["one query", "many sequences", "16 rows", "prefill", "quantized", "dense", "dense, 16 rows", "dense, 20 rows",

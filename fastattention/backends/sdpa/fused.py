@@ -17,11 +17,12 @@ from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_g
 
 # Elements a head dimension is padded to off the CPU: other sizes send torch to its kernel that stores all scores.
 _HEADDIM_MULTIPLE = 8
+_MASKS = frozenset({"alibi_slopes", "attn_bias", "block_mask"})  # arguments that are an attn_mask of torch
 
 
 def can_express(problem: Problem) -> bool:
     """True when scaled_dot_product_attention computes everything this call asks for."""
-    scores_only = not (problem.softcap or problem.has_sinks or problem.dropout_p or problem.return_lse)
+    scores_only = _MASKS.issuperset(problem.score_arguments) and not problem.return_lse
     # torch masks the scores before it scales them in places: a hidden key would count when the scale is not positive.
     scale_fits = problem.softmax_scale > 0.0
     # Off the CPU its backward adds in any order; the math path's does not.
@@ -75,7 +76,7 @@ def _is_one_call(problem: Problem) -> bool:
         and problem.headdim == problem.headdim_v
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.nheads, problem.headdim) > 0
         and can_express(problem)
-        and not (problem.has_alibi or problem.has_bias or problem.block_size)
+        and not problem.score_arguments
         and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q == problem.seqlen_k))
     )
 

@@ -57,7 +57,7 @@ class Int8Call:
         planned: Callable[[Problem, Inputs], PlannedCall],
     ) -> None:
         self._problem, self._dtype, self._planned = problem, dtype, planned
-        self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
+        self._keeps_shift = problem.return_lse or "sinks" in problem.score_tensors or modifies_scores(problem)
         self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v: one that is not aligned is copied
         self._num_chunks = -(-problem.seqlen_k // _CHUNK_TOKENS)
         self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))

@@ -201,7 +201,7 @@ def test_tiles_follow_from_states_and_the_gpu(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"grads": ("q",)}, "gradients are computed by backend 'torch'"),
+        ({"grads": ("q",)}, "gradients of q are needed, which backend 'torch' computes"),
         ({"chunked": True, "dtype": torch.float32}, "chunks of float32 are not served"),
         ({"device": torch.device("meta")}, "tensors are on meta"),
         ({"num_sequences": 2**29}, f"{2**30} states are more than one launch takes"),

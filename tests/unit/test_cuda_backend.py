@@ -105,8 +105,9 @@ def test_calls_on_every_chip_are_served(
         ({"grads": ("q",), "headdim": 288}, "headdim=288; gradients are computed from 1 to 256; use backend='sdpa'"),
         ({"dropout_p": 0.5, "return_mask": True}, "return_attn_probs with dropout is not served"),
         ({**CACHE, "dtype": torch.float32}, "float32 is not served"),
+        ({"score_tensors": ("unknown",), "softcap": 3.0}, "cuda does not serve unknown; leave it out"),
     ],
-    ids=["cpu", "too old", "float32", "bias", "pages", "wide", "mask", "float32 cache"],
+    ids=["cpu", "too old", "float32", "bias", "pages", "wide", "mask", "float32 cache", "unknown"],
 )
 def test_a_refusal_says_why(backend: CudaBackend, call: dict[str, Any], reason: str) -> None:
     found = backend.why_not(dataclasses.replace(PROBLEM, **call))

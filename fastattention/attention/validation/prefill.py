@@ -35,11 +35,7 @@ PAGED_AXES = "num_blocks, page_block_size, nheads_k, headdim"
 
 
 def prepare_dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    **optional: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, **optional: Tensor | None
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_func; optional: other fields of Inputs."""
     return prepare_prefill(Inputs(q, k, v, **optional), options)

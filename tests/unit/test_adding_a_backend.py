@@ -94,7 +94,7 @@ def test_the_backend_of_the_page_passes_conformance(request: pytest.FixtureReque
         ("alibi-causal", "alibi_slopes"),
         ("bias-causal", "attn_bias"),
         ("sinks", "sinks"),
-        ("everything", "softcap and alibi_slopes and attn_bias and sinks"),
+        ("everything", "alibi_slopes and attn_bias and sinks and softcap=3.0"),
     ],
 )
 def test_the_backend_of_the_page_refuses_by_name(name: str, reason: str) -> None:

@@ -64,7 +64,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_tensors_elsewhere_are_refused_and_every_refusal_is_told() -> None:
     assert AscendBackend().why_not(dense()) == "tensors are on cpu; the ascend backend takes tensors on npu"
-    reason = OnNpu().why_not(replace(dense(), has_bias=True)) or "served"
+    reason = OnNpu().why_not(replace(dense(), score_tensors=("attn_bias",))) or "served"
     assert "vendor: " in reason
     assert "triton: " in reason
 
@@ -74,7 +74,7 @@ def test_tensors_elsewhere_are_refused_and_every_refusal_is_told() -> None:
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
         ({"grads": ("q",)}, "gradient"),
-        ({"has_bias": True}, "attn_bias"),
+        ({"score_tensors": ("attn_bias",)}, "attn_bias"),
         ({"headdim": 264}, "headdim=264"),
         ({"headdim_v": 264}, "headdim_v=264"),
     ],

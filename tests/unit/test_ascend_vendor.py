@@ -44,7 +44,7 @@ SERVED: list[tuple[tuple[Problem, ...], dict[str, Any]]] = [
     ),
     ((CACHE,), {"seqlen_new": 5, "rotary_dim": 32}),  # which come first
     (PREFILLS, {"dtype": torch.float32}),  # these have two operators to choose from
-    (PREFILLS, {"has_sinks": True}),
+    (PREFILLS, {"score_tensors": ("sinks",)}),
     (PREFILLS, {"headdim": 59, "headdim_v": 40}),
     (PREFILLS, {"headdim": 768, "headdim_v": 768}),
     (PREFILLS, {"nheads": 130, "nheads_k": 1}),
@@ -65,9 +65,9 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
         for fields, named in (
             ({"dropout_p": 0.1}, "dropout_p=0.1"),
             ({"softcap": 2.0}, "softcap=2.0"),
-            ({"has_alibi": True}, "alibi_slopes"),
-            ({"has_bias": True}, "attn_bias"),
-            ({"has_alibi": True, "softcap": 3.0}, "alibi_slopes and softcap=3.0"),
+            ({"score_tensors": ("alibi_slopes",)}, "alibi_slopes"),
+            ({"score_tensors": ("attn_bias",)}, "attn_bias"),
+            ({"score_tensors": ("alibi_slopes",), "softcap": 3.0}, "alibi_slopes and softcap=3.0"),
             ({"nheads": 264}, "nheads=264; npu_f"),
             ({"headdim": 64, "headdim_v": 80}, "headdim_v=80 must"),
         )
@@ -80,7 +80,7 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
     (VARLEN, {"total_q": 2**20 + 1}, "total_q=1048577"),
     (VARLEN, {"page_block_size": 128}, "block_table"),
     (CACHE, {"dtype": torch.float32}, "float32"),
-    (CACHE, {"has_sinks": True}, "sinks"),
+    (CACHE, {"score_tensors": ("sinks",)}, "sinks"),
     (CACHE, {"headdim": 64, "headdim_v": 48}, "headdim_v=48 must equal headdim=64"),
     (CACHE, {"headdim": 40, "headdim_v": 40}, "headdim=40 must be a multiple of 16"),
     (DECODE, {"headdim": 528, "headdim_v": 528}, "headdim=528; npu_fused_infer_attention_score takes at most 512"),

@@ -38,7 +38,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "varlen": {"layout": Layout.VARLEN, "total_q": 200},
     "paged": {"layout": Layout.VARLEN, "page_block_size": 16},
     "window": {"window_left": 5, "window_right": 3},
-    "scores": {"softcap": 30.0, "has_alibi": True, "has_bias": True, "has_sinks": True},
+    "scores": {"softcap": 30.0, "score_tensors": ("alibi_slopes", "attn_bias", "sinks")},
     "head dimensions": {"headdim": 256, "headdim_v": 40},
     "lse": {"return_lse": True, "deterministic": True},
     "gradients": {"grads": ("q", "k", "v", "sinks"), "deterministic": True},
@@ -71,6 +71,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wide": ({"grads": ("q",), "headdim": 288}, f"headdim=288; gradients are computed from 1 to 256{SDPA}"),
     "mask": ({"dropout_p": 0.5, "return_mask": True}, "return_attn_probs with dropout is not served"),
     "float32 cache": ({**CACHE, "dtype": torch.float32}, "float32 is not served"),
+    "unknown": ({"score_tensors": ("unknown",), "softcap": 3.0}, "cuda does not serve unknown; leave it out"),
 }
 
 

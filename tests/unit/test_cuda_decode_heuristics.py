@@ -263,7 +263,7 @@ DECODES: dict[str, dict[str, Any]] = {
     "dense, 16 rows": {"layout": Layout.DENSE, "seqlen_q": 4, "batch_size": 1000, "seqlen_k": 256},
     "dense, 20 rows": {"layout": Layout.DENSE, "seqlen_q": 5, "seqlen_k": 1024},
     "four keys a query": {"layout": Layout.DENSE, "seqlen_q": 512, "seqlen_k": 2048, "nheads": 8},
-    "bias": {"layout": Layout.DENSE, "has_bias": True},
+    "bias": {"layout": Layout.DENSE, "score_tensors": ("attn_bias",)},
 }
 NO_DECODES: dict[str, dict[str, Any]] = {
     "prefill": {"seqlen_q": 4096},

@@ -132,10 +132,10 @@ def test_tiles_are_never_narrower_than_the_call(headdim: int, headdim_v: int) ->
 MODIFIED: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({}, False),
     "causal": ({"window_right": 0}, False),
-    "sinks": ({"has_sinks": True}, False),
+    "sinks": ({"score_tensors": ("sinks",)}, False),
     "softcap": ({"softcap": 30.0}, True),
-    "alibi": ({"has_alibi": True}, True),
-    "bias": ({"has_bias": True}, True),
+    "alibi": ({"score_tensors": ("alibi_slopes",)}, True),
+    "bias": ({"score_tensors": ("attn_bias",)}, True),
     "negative scale": ({"softmax_scale": -1.0}, True),
     "zero scale": ({"softmax_scale": 0.0}, True),
 }

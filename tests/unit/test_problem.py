@@ -130,7 +130,7 @@ def test_every_float_tensor_can_want_gradients(index: int) -> None:
     )
     problem, _ = prepare_dense(q, q, v, Options(), alibi_slopes=slopes, attn_bias=bias, sinks=sinks)
     assert problem.needs_grad
-    assert all((problem.has_alibi, problem.has_bias, problem.has_sinks))
+    assert problem.score_tensors == ("alibi_slopes", "attn_bias", "sinks")
 
 
 def test_default_scale_is_the_inverse_root_of_headdim() -> None:

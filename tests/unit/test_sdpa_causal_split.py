@@ -56,7 +56,6 @@ IN_TWO = [
     dense("two-queries", seqlen_q=2),
     dense("gqa", nheads=6, nheads_k=2),
     dense("values-wider", headdim=24, headdim_v=56),
-    dense("softcap", softcap=3.0),
     dense("softmax-scale", softmax_scale=-0.3),
     dense("strided", memory_q="sliced_heads", memory_k="heads_major"),
 ]
@@ -67,6 +66,7 @@ AT_ONCE = [
     dense("one-query", seqlen_q=1),
     dense("not-causal", causal=False),
     dense("window", window=(7, -1)),
+    dense("softcap", softcap=3.0),
     dense("sinks", sinks=True),
     dense("bias", bias=Bias("bhqk")),
     dense("alibi", alibi="per_head"),

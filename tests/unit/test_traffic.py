@@ -153,7 +153,7 @@ def test_the_cuda_backend_knows_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "device_limits", lambda index: SMALL)
     problem, extent = dataclasses.replace(PROBLEM, **ONE_HEAD), Extent({(1024, 1024): 1})
     assert CudaBackend().traffic(problem, extent) == traffic(problem, SMALL)
-    assert CudaBackend().traffic(dataclasses.replace(problem, has_bias=True), extent) is None
+    assert CudaBackend().traffic(dataclasses.replace(problem, score_tensors=("attn_bias",)), extent) is None
 
 
 def test_explain_counts_a_dense_call() -> None:

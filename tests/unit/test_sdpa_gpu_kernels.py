@@ -41,7 +41,8 @@ REFUSED: list[dict[str, Any]] = [
     {"layout": Layout.KVCACHE}, {"layout": Layout.VARLEN}, {"dtype": torch.float32}, {"headdim": 96},
     {"headdim_v": 32}, {"headdim": 20, "headdim_v": 20}, {"headdim": 264, "headdim_v": 264}, {"softmax_scale": 0.0},
     {"softmax_scale": -0.125}, {"softcap": 3.0}, {"score_tensors": ("sinks",)}, {"score_tensors": ("alibi_slopes",)},
-    {"score_tensors": ("attn_bias",)}, {"dropout_p": 0.1}, {"grads": ("q",)}, {"window_left": 5}, {"batch_size": 0}, {"seqlen_q": 0, "seqlen_k": 0},
+    {"score_tensors": ("attn_bias",)}, {"dropout_p": 0.1}, {"grads": ("q",)}, {"window_left": 5}, {"batch_size": 0},
+    {"seqlen_q": 0, "seqlen_k": 0},
 ]  # fmt: skip
 
 

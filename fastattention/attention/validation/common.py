@@ -269,5 +269,5 @@ _CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "block_table"), last_axis_contiguous),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "cache_batch_idx"), Tensor.contiguous),
     **dict.fromkeys(("cache_leftpad", "rotary_cos", "rotary_sin"), Tensor.contiguous),
-    **dict.fromkeys(SCORE_TENSORS, _as_float32),
+    **dict.fromkeys(SCORE_TENSORS, _as_float32),  # attn_bias is expanded instead, and keeps its dtype
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import deep, sampled
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import tiling as tilings
@@ -35,6 +36,7 @@ CASES = zip(
 )
 
 
+@sampled
 @pytest.mark.parametrize(
     ("headdim", "dtype", "lengths", "chip"),
     [(*case, chip) for case, chip in CASES],
@@ -160,9 +162,12 @@ WORKLOADS = {
     "decode": SimulatedCall(4, 1, 8192, 32, 8, 128, 128, torch.float16),
     "short": SimulatedCall(1, 300, 300, 16, 16, 16, 16, torch.float16),
 }
+QUICK = ("1K", "headdim 64", "decode", "short")  # simulated in a second or two, with every tiling
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
+@pytest.mark.parametrize(
+    "workload", [pytest.param(call, id=name, marks=() if name in QUICK else deep) for name, call in WORKLOADS.items()]
+)
 def test_chosen_tiling_is_among_the_fastest_by_the_whole_simulator(workload: SimulatedCall) -> None:
     fitting = tilings._candidates(workload, CHIP, tilings.LONGEST)
     fastest = min(predict(workload, tiling, CHIP).seconds for tiling in fitting)

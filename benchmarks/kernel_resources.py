@@ -79,7 +79,7 @@ def cells(usage: Usage) -> list[str]:
     """The row of a kernel: figures of its first entry, but spills and code of all entries."""
     entry = usage.kernel.entries[0]
     registers = usage.resources[entry.name].registers
-    figures = (entry.num_warps, registers, usage.spill_bytes, entry.shared_bytes, usage.code_bytes)
+    figures = (32 * entry.num_warps, registers, usage.spill_bytes, entry.shared_bytes, usage.code_bytes)
     return [usage.kernel.name, f"{usage.target / 10:.1f}", *map(str, figures)]
 
 

@@ -27,7 +27,7 @@ import pytest
 R = TypeVar("R")
 
 FEW = 10  # values of an axis that is paired with others; a longer one, such as 40 lengths, is a list of its own
-BUDGET = 3  # `all` runs at most this many times as many combinations as `quick`
+BUDGET = 2  # `all` runs at most this many times as many combinations as `quick`
 CANDIDATES, PAIR_CANDIDATES = (
     100,
     24,
@@ -118,18 +118,10 @@ def covering(
     return [runs[i] for i in sorted(sample.chosen)]
 
 
-def covering_promises(tier: Tier, runs: Sequence[R], path_of: Callable[[R], str] = lambda run: "") -> list[R]:
-    """Like `covering` of (case, ...), for kernels that take a second to compile.
-
-    `all` takes every promise of a case and every path, not pairs.
-    """
+def covering_paths(tier: Tier, runs: Sequence[R], path_of: Callable[[R], str]) -> list[R]:
+    """Like `covering`, for kernels that take a second to compile: `all` takes every value and every path, not pairs."""
     if tier is Tier.ALL:
-        return covering(
-            Tier.QUICK,
-            runs,
-            each=lambda run: run[0].promise,
-            parameters=lambda run: {**dict(enumerate(run)), "path": path_of(run)},
-        )
+        return covering(Tier.QUICK, runs, parameters=lambda run: {**dict(enumerate(run)), "path": path_of(run)})
     return covering(tier, runs)
 
 

@@ -404,7 +404,7 @@ def fast_attn_with_kvcache(
     return ATTENTION_KVCACHE, arguments, options, backend, _out_and_lse if with_lse else _out_alone
 
 
-def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs: Any) -> Explanation:
+def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs: Any) -> Explanation[Any]:
     """Every backend's verdict on the call `function(*args, **kwargs)`, which is validated but not computed.
 
     - `function`: any attention function of the package. Its caches are not written.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,9 +51,7 @@ class Problem:
     window_left: int  # keys visible to the left of the diagonal; -1 unlimited
     window_right: int  # keys visible to the right of it; -1 unlimited, 0 when causal
     softcap: float = 0.0  # 0 is off
-    has_alibi: bool = False
-    has_bias: bool = False
-    has_sinks: bool = False
+    score_tensors: tuple[str, ...] = ()  # of alibi_slopes, attn_bias and sinks, those that are given
     block_size: tuple[int, int] | None = None  # (block_m, block_n) of the block mask in tokens; None without one
     dropout_p: float = 0.0
     deterministic: bool = False
@@ -80,6 +79,13 @@ class Problem:
     def __getstate__(self) -> dict[str, Any]:
         """The fields without the hash, which another process computes differently."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    @functools.cached_property
+    def score_arguments(self) -> tuple[str, ...]:
+        """Arguments of the call, by name, that change scores or weights beyond scale and mask."""
+        others = ("block_mask", self.block_size), ("qk_dtype", self.qk_dtype)
+        numbers = ("dropout_p", self.dropout_p), ("softcap", self.softcap)
+        return (*self.score_tensors, *(name for name, value in (*others, *numbers) if value))
 
     @property
     def needs_grad(self) -> bool:

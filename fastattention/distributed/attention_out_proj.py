@@ -35,10 +35,11 @@ graphs by the latter wait on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.interface import WindowSize
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import Inputs, Problem
-from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.attention.validation import KvCacheArguments, prepare_dense, prepare_kvcache
 from fastattention.attention.validation.common import read_options
 from fastattention.distributed import transports
 from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
@@ -62,68 +63,35 @@ from fastattention.engine.checks import (
     spec_of,
 )
 from fastattention.engine.eager import require_eager
-from fastattention.engine.operator import Request, explained_by
+from fastattention.engine.operator import AnyOperator, Request, explained_by
 from fastattention.engine.signature import signature_of
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import module
 
-
-def _request(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w_o: Tensor,
-    bias: Tensor | None = None,
-    *,
-    partition: Any = "auto",
-    backend: str = "auto",
-    transport: str = "auto",
-    out: Tensor | None = None,
-    group: ProcessGroup | None = None,
-    **options: Any,
-) -> Request:
-    """The attention of a call of `attention_out_proj_allreduce`, whose other arguments are checked."""
-    named_group(group)
-    scores = {name: options.pop(name, None) for name in ("alibi_slopes", "attn_bias", "sinks")}
-    read = _read_options(**options)
-    problem, _ = prepare_dense(q, k, v, read, **scores)
-    _key_of(problem, w_o, bias, out, partition, backend, transport)
-    return ATTENTION, Inputs(q, k, v, **scores), read, backend, attrgetter("out")
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 
-def _request_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    w_o: Tensor,
-    bias: Tensor | None = None,
-    *,
-    partition: Any = "auto",
-    backend: str = "auto",
-    transport: str = "auto",
-    out: Tensor | None = None,
-    group: ProcessGroup | None = None,
-    **options: Any,
-) -> Request:
-    """The attention of a call of `attention_out_proj_allreduce_with_kvcache`, whose other arguments are checked."""
-    named_group(group)
-    tensors = {name: options.pop(name) for name in KvCacheArguments._fields if name in options}
-    read, arguments = _read_options(**options), KvCacheArguments(q, k_cache, v_cache, **tensors)
-    problem, _ = prepare_kvcache(arguments, read)
-    _key_of(problem, w_o, bias, out, partition, backend, transport)
-    return ATTENTION_KVCACHE, arguments, read, backend, attrgetter("out")
+def _explained_as(operator: AnyOperator) -> Callable[[F], F]:
+    """Has `explain` take the attention of a function's calls, once all of their arguments are checked."""
+
+    def mark(function: F) -> F:
+        def read(*args: Any, **kwargs: Any) -> Request:
+            call = inspect.signature(function).bind(*args, **kwargs)
+            call.apply_defaults()
+            named = call.arguments
+            named_group(named["group"])
+            options = read_options(*(named[name] for name in ("softmax_scale", "causal", "window_size", "softcap")))
+            given = operator.given(**{name: x for name, x in named.items() if name in operator.tensors})
+            problem, _ = operator.prepare(given, options)
+            _key_of(problem, *(named[name] for name in ("w_o", "bias", "out", "partition", "backend", "transport")))
+            return operator, given, options, named["backend"], attrgetter("out")
+
+        return explained_by(read)(function)  # type: ignore[return-value]
+
+    return mark
 
 
-def _read_options(
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-) -> Options:
-    return read_options(softmax_scale, causal, window_size, softcap)
-
-
-@explained_by(_request)
+@_explained_as(ATTENTION)
 def attention_out_proj_allreduce(
     q: Tensor,
     k: Tensor,
@@ -167,7 +135,7 @@ def attention_out_proj_allreduce(
             return _sum(known.key, Inputs(q, k, v), w_o, bias, out, group, known.attend, known.agreed)
     scores = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
     require_eager({"q": q, "k": k, "v": v, "w_o": w_o, "bias": bias, "out": out, **scores})
-    problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
+    problem, inputs = prepare_dense(q, k, v, options, **scores)
     key = _key_of(problem, w_o, bias, out, partition, backend, transport)
     result = _run(key, inputs, w_o, bias, out, group)
     if signature is not None and inputs.q is q and inputs.k is k and inputs.v is v:
@@ -175,7 +143,7 @@ def attention_out_proj_allreduce(
     return result
 
 
-@explained_by(_request_with_kvcache)
+@_explained_as(ATTENTION_KVCACHE)
 def attention_out_proj_allreduce_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

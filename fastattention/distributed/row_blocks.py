@@ -64,7 +64,7 @@ def pieces(start: int, stop: int, seqlen_q: int) -> tuple[Piece, ...]:
 
 def may_cut_sequences(problem: Problem) -> bool:
     """Whether a block may begin within a sequence: not where ALiBi counts distances from a corner that would move."""
-    return not problem.has_alibi or problem.window_right == 0
+    return "alibi_slopes" not in problem.score_tensors or problem.window_right == 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
+from fastattention.engine.backend import P
 from fastattention.engine.registry import Verdict, chosen
 from fastattention.sizes import format_bytes
 
@@ -40,14 +42,15 @@ class Traffic(NamedTuple):
         return f"main-memory traffic of {self.backend}: {tiled}; lower bound {least}; standard attention {standard}"
 
 
-class Explanation(NamedTuple):
+@dataclass(frozen=True)
+class Explanation(Generic[P]):
     """Which backend serves a call, every backend's reason, and the call's main-memory traffic. `print` shows a table.
 
     `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, and for calls
     that are not modelled: those with attn_bias, block_mask or qk_dtype, and linear attention.
     """
 
-    problem: Any  # the validated problem of the call: Problem, or LinearProblem
+    problem: P  # the validated problem of the call: Problem, or LinearProblem
     verdicts: tuple[Verdict, ...]
     traffic: Traffic | None = None
 

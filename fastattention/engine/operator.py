@@ -153,7 +153,7 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         """Positional arguments of the operator of torch by their names; trailing ones may be missing."""
         return dict(zip((*self.tensors, *self.scalars, "backend", "grads"), arguments, strict=False))
 
-    def explain(self, given: G, options: S, backend: str) -> Explanation:
+    def explain(self, given: G, options: S, backend: str) -> Explanation[P]:
         """Every backend's verdict on a call, which is validated and not computed."""
         if not runs_eagerly(*given):
             raise ArgumentError(

@@ -54,7 +54,7 @@ def chunk_gla(
     of torch. Raises ArgumentError for wrong arguments, UnsupportedError when the backend named cannot serve the call.
     """
     given = LinearInputs(q, k, v, g, None, initial_state, cu_seqlens)
-    return _request(given, read_linear_options(False, True, scale, False, output_final_state), state_v_first, backend)
+    return _request(given, read_linear_options("gla", True, scale, False, output_final_state), state_v_first, backend)
 
 
 @serves_requests
@@ -76,7 +76,7 @@ def recurrent_gla(
     Each state is read and written once, however many tokens there are.
     """
     given = LinearInputs(q, k, v, g, None, initial_state, cu_seqlens)
-    return _request(given, read_linear_options(False, False, scale, False, output_final_state), state_v_first, backend)
+    return _request(given, read_linear_options("gla", False, scale, False, output_final_state), state_v_first, backend)
 
 
 @serves_requests
@@ -116,7 +116,7 @@ def chunk_gated_delta_rule(
     given = LinearInputs(
         q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
     )
-    options = read_linear_options(True, True, scale, use_qk_l2norm_in_kernel, output_final_state)
+    options = read_linear_options("gated_delta_rule", True, scale, use_qk_l2norm_in_kernel, output_final_state)
     return _request(given, options, state_v_first, backend)
 
 
@@ -145,7 +145,7 @@ def recurrent_gated_delta_rule(
     given = LinearInputs(
         q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
     )
-    options = read_linear_options(True, False, scale, use_qk_l2norm_in_kernel, output_final_state)
+    options = read_linear_options("gated_delta_rule", False, scale, use_qk_l2norm_in_kernel, output_final_state)
     return _request(given, options, state_v_first, backend)
 
 

@@ -62,7 +62,7 @@ class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, Linea
         """
         q: Tensor = arguments["q"]
         v: Tensor = arguments["v"]
-        per_token = 2 * q.shape[3] * v.shape[3] * (3 if arguments["delta_rule"] else 2)
+        per_token = 2 * q.shape[3] * v.shape[3] * (2 if arguments["beta"] is None else 3)
         return int(v.shape[0] * v.shape[1] * v.shape[2] * per_token * (2 if backward else 1))
 
 

@@ -9,6 +9,19 @@ import torch
 from torch import Tensor
 
 
+class Rule(NamedTuple):
+    """What a rule of linear attention takes beside q, k and v. Public functions name it."""
+
+    key_gates: bool  # whether g may hold a gate for every key dimension, in place of one a head
+    has_beta: bool
+
+
+RULES = {
+    "gla": Rule(key_gates=True, has_beta=False),
+    "gated_delta_rule": Rule(key_gates=False, has_beta=True),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LinearProblem:
     """A validated call. Hashable, so that the choice of a backend and the plan of a call can be kept.
@@ -25,7 +38,7 @@ class LinearProblem:
     Head h of v has the queries and keys of head h // group_size.
     """
 
-    delta_rule: bool
+    rule: str  # of RULES
     gate_per_key: bool
     chunked: bool  # False: token by token
     batch_size: int
@@ -45,6 +58,11 @@ class LinearProblem:
     returns_state: bool
     grads: tuple[str, ...]  # fields of LinearInputs that require a gradient
     in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
+
+    @property
+    def delta_rule(self) -> bool:
+        """Whether tokens overwrite what the state holds for their keys, as far as beta says."""
+        return RULES[self.rule].has_beta
 
     @property
     def group_size(self) -> int:

@@ -25,7 +25,7 @@ from fastattention.engine.checks import (
     spec_of,
 )
 from fastattention.errors import ArgumentError
-from fastattention.linear.problem import LinearInputs, LinearProblem
+from fastattention.linear.problem import RULES, LinearInputs, LinearProblem, Rule
 
 MAX_HEADDIM = 256
 
@@ -33,7 +33,7 @@ MAX_HEADDIM = 256
 class LinearOptions(NamedTuple):
     """The scalar arguments of a call, of the right types."""
 
-    delta_rule: bool
+    rule: str  # of RULES
     chunked: bool
     scale: float | None
     l2norm: bool
@@ -41,11 +41,11 @@ class LinearOptions(NamedTuple):
 
 
 def read_linear_options(
-    delta_rule: bool, chunked: bool, scale: object, l2norm: object, output_final_state: object
+    rule: str, chunked: bool, scale: object, l2norm: object, output_final_state: object
 ) -> LinearOptions:
     """LinearOptions from arguments as given; raises ArgumentError for anything of a wrong type."""
     return LinearOptions(
-        delta_rule,
+        rule,
         chunked,
         scale if scale is None or type(scale) is float else read_number("scale", scale),
         l2norm if type(l2norm) is bool else read_flag("use_qk_l2norm_in_kernel", l2norm),
@@ -59,7 +59,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
     _check_qkv(q, k, v)
     batch_size, seqlen, nheads, headdim_v = v.shape
     nheads_k, headdim_k = q.shape[2:]
-    gate_per_key = _check_gates(given, q, v, options)
+    gate_per_key = _check_gates(given, q, v, RULES[options.rule])
     varlen = given.cu_seqlens is not None
     num_sequences = batch_size
     if given.cu_seqlens is not None:
@@ -76,7 +76,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
         raise ArgumentError(f"scale={scale} must be finite in float32; None means headdim_k ** -0.5")
     wanted = differentiation(**given._asdict())
     problem = LinearProblem(
-        delta_rule=options.delta_rule,
+        rule=options.rule,
         gate_per_key=gate_per_key,
         chunked=options.chunked,
         batch_size=batch_size,
@@ -151,13 +151,13 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
             raise ArgumentError(f"{name}={value} is not supported; allowed are 1 to {MAX_HEADDIM}")
 
 
-def _check_gates(given: LinearInputs, q: TensorSpec, v: TensorSpec, options: LinearOptions) -> bool:
+def _check_gates(given: LinearInputs, q: TensorSpec, v: TensorSpec, rule: Rule) -> bool:
     """Checks g and beta; whether there is a gate for every key dimension."""
     g = spec_of("g", given.g)
     per_head = tuple(v.shape[:3])
     per_key = (*per_head, q.shape[3])
     gate_per_key = len(g.shape) == 4
-    if options.delta_rule:
+    if not rule.key_gates:
         check_shape("g", g, per_head, "batch_size, seqlen, nheads")
     elif tuple(g.shape) not in (per_head, per_key):
         raise ArgumentError(
@@ -165,7 +165,7 @@ def _check_gates(given: LinearInputs, q: TensorSpec, v: TensorSpec, options: Lin
             f"(batch_size, seqlen, nheads) = {per_head}, got shape {tuple(g.shape)}"
         )
     gates = {"g": g}
-    if options.delta_rule:
+    if rule.has_beta:
         require_tensor("beta", given.beta)
         gates["beta"] = spec_of("beta", given.beta)
         check_shape("beta", gates["beta"], per_head, "batch_size, seqlen, nheads")

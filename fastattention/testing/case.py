@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,11 +87,6 @@ class Case:
     def headdim_of_v(self) -> int:
         """The head dimension of the values."""
         return self.headdim if self.headdim_v is None else self.headdim_v
-
-    @property
-    def promise(self) -> str:
-        """The name without its sizes: cases that differ in sizes alone test one promise."""
-        return re.sub(r"\d+", "", self.name)
 
     @cached_property
     def sampled_by(self) -> Mapping[str, Hashable]:

@@ -59,7 +59,8 @@ class LinearCase:
     def options(self, chunked: bool) -> LinearOptions:
         """The scalars of the call."""
         delta = self.rule == "delta"
-        return LinearOptions(delta, chunked, self.scale, delta and self.l2norm, self.returns_state)
+        rule = "gated_delta_rule" if delta else "gla"
+        return LinearOptions(rule, chunked, self.scale, delta and self.l2norm, self.returns_state)
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> LinearInputs:
         """Random tensors, the same on every device."""

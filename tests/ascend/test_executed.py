@@ -14,7 +14,7 @@ from conformance.check import check
 from conformance.rows_behind import check_rows_behind
 from hypothesis import given
 from hypothesis.strategies import SearchStrategy
-from tiers import covering_promises, tier_of
+from tiers import covering, tier_of
 
 from ascend.engine import BACKENDS, ExecutedEngine
 from fastattention.attention.validation import Options, prepare_dense
@@ -60,7 +60,7 @@ RUNS = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
-        runs = covering_promises(tier_of(metafunc.config), RUNS)
+        runs = covering(tier_of(metafunc.config), RUNS)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiers import sampled
+from unit.samples import visible
 
 from ascend.executor import CpuExecutedAscendBackend
 from fastattention.attention.problem import Inputs, Problem
@@ -34,12 +35,6 @@ class SmallTilesBackend(CpuExecutedAscendBackend):
 
     def _tiling(self, problem: Problem, chip: Chip) -> Tiling:
         return replace(super()._tiling(problem, chip), **self.sizes)
-
-
-def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> torch.Tensor:
-    """True where a query sees a key, by the definition: bool (seqlen_q, seqlen_k)."""
-    distance = torch.arange(seqlen_k)[None, :] - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
-    return ((distance >= -left) | (left < 0)) & ((distance <= right) | (right < 0))
 
 
 def seen(backend: CpuExecutedAscendBackend, problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,7 @@ def test_bench_answers_every_question(run_command: RunCommand, known_limits: Pea
         assert all(workload.label in output for workload in workloads)
 
 
-@slow
+@deep  # the one-token form above runs below this tier
 @pytest.mark.parametrize(
     ("question", "sizes"),
     [

@@ -167,14 +167,14 @@ def test_rates_are_tokens_a_second_of_the_median_round_after_the_first() -> None
 def test_bench_model_shows_and_writes_what_it_finds(
     run_command: RunCommand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "QUICK_CELLS", (Cell(1, 8), Cell(2, 16)))
+    monkeypatch.setattr(command, "QUICK_CELLS", (Cell(2, 16),))
     exit_code, output = run_command("bench", "model", "--quick", "--model", folder, "--layers", 1, "--output", "found")
     assert exit_code == 0
     for text in ("prefill, tokens/s", "decode, tokens/s", "peak memory", "2 x 16", OURS):
         assert text in output
     report = json.loads((tmp_path / "found" / "model_small.json").read_text())
     assert (report["question"], report["num_layers"], report["dtype"]) == ("model", 1, "bfloat16")
-    assert [(row["batch_size"], row["seqlen"]) for row in report["rows"]] == [(1, 8), (2, 16)]
+    assert [(row["batch_size"], row["seqlen"]) for row in report["rows"]] == [(2, 16)]
     for row in report["rows"]:
         for found in row["figures"].values():
             assert len(found["prefill"]) == len(found["decode"]) == 2

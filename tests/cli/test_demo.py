@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from tiers import slow
+from tiers import deep, slow
 
 from fastattention.cli import demo, main
 from fastattention.cli.console import check_model_folder
@@ -67,7 +67,7 @@ def test_the_source_tree_has_the_model() -> None:
     check_model_folder(Path(__file__).parents[2] / default)
 
 
-@slow
+@deep
 def test_the_workers_error_is_shown(run_command: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     exit_code, output = run_command("demo", "--model", tmp_path, "--context", 200)

@@ -16,6 +16,7 @@ from fastattention.attention.validation import KvCacheArguments, Options, prepar
 from fastattention.errors import ArgumentError
 from fastattention.testing.calls import build_call
 from fastattention.testing.case import Case
+from fastattention.testing.oracle import kept_weights
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -242,7 +243,8 @@ def test_compute_dtype_is_that_of_the_results() -> None:
 def test_unused_memory_is_never_read(case: Case) -> None:
     """The cases fill it with NaN."""
     problem, inputs = build_call(case, torch.float32).prepare()
-    out, lse, _ = reference_attention(problem, inputs)
+    keep = kept_weights(problem) if case.dropout_p else None
+    out, lse, _ = reference_attention(problem, inputs, dropout_keep=keep)
     assert out.isfinite().all()
     assert lse is not None
     assert not lse.isnan().any()

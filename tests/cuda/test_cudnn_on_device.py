@@ -11,7 +11,7 @@ import pytest
 import torch
 from conformance.cases import CASES
 from conformance.check import check
-from conformance.engines import forget_backends
+from conformance.engines import GpuEngine, forget_backends
 from torch import Tensor
 
 from fastattention import explain, fast_attn_func
@@ -19,7 +19,6 @@ from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Problem
 from fastattention.backends.sdpa import cudnn_prefill
 from fastattention.testing.case import Case, DenseCase
-from fastattention.testing.devices import GpuEngine
 
 if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU of Hopper or newer", allow_module_level=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conformance.cases import CASES
 from conformance.check import check
-from conformance.engines import Engine, forget_backends
+from conformance.engines import Engine, GpuEngine, forget_backends
 from conformance.gradients import GRADIENT_CASES, check_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,7 +35,6 @@ from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.quantized import quantize
 from fastattention.testing.case import Case
-from fastattention.testing.devices import GpuEngine
 
 if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)

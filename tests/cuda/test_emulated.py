@@ -17,7 +17,7 @@ from conformance.int8_cases import INT8, INT8_TILES
 from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
 from emulator import EmulatedCudaBackend
-from tiers import covering_promises, sampled, slow, tier_of
+from tiers import covering_paths, sampled, slow, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
@@ -140,7 +140,7 @@ def tiles_for(run: Run) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
-        runs = covering_promises(tier_of(metafunc.config), RUNS, tiles_for)
+        runs = covering_paths(tier_of(metafunc.config), RUNS, tiles_for)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 

@@ -201,12 +201,13 @@ def test_tiles_follow_from_states_and_the_gpu(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"grads": ("q",)}, "gradients are computed by backend 'torch'"),
+        ({"grads": ("q",)}, "gradients of q are needed, which backend 'torch' computes"),
+        ({"rule": "unknown"}, "unknown is not served; use backend='torch'"),
         ({"chunked": True, "dtype": torch.float32}, "chunks of float32 are not served"),
         ({"device": torch.device("meta")}, "tensors are on meta"),
         ({"num_sequences": 2**29}, f"{2**30} states are more than one launch takes"),
     ],
-    ids=["gradients", "chunks", "device", "states"],
+    ids=["gradients", "rule", "chunks", "device", "states"],
 )
 def test_a_refusal_says_why(change: dict[str, Any], reason: str) -> None:
     problem, _ = prepared(CASES["delta-plain"], torch.float16)

@@ -118,5 +118,5 @@ def test_two_gpus_of_one_process_agree() -> None:
 def test_gradients_are_refused_with_a_reason() -> None:
     case = CASES["head-plain"]
     inputs = case.tensors(torch.float32, "cuda")
-    with pytest.raises(UnsupportedError, match="gradients are computed by backend 'torch'"):
+    with pytest.raises(UnsupportedError, match="gradients of q are needed, which backend 'torch' computes"):
         step(case, inputs._replace(q=inputs.q.requires_grad_()), FUNCTIONS["head"])

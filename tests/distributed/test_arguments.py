@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from unit.refusals import Refusal, assert_refused, refusals
+from unit.refusals import Refusal, assert_refused, refusals, refused
 
 from distributed.sums import Sum, check, run_part
 from fastattention import ArgumentError, UnsupportedError, explain
@@ -49,42 +49,38 @@ def cached(**changes: Any) -> dict[str, Any]:
 
 
 WRONG = refusals(
-    Refusal("w_o-columns", {"w_o": torch.zeros(HIDDEN, 21)}, ("w_o", "(any, 4 * 5 = 20)", "(10, 21)")),
-    Refusal("w_o-transposed", {"w_o": torch.zeros(20, HIDDEN)}, ("w_o", "(hidden, nheads * headdim_v)", "(20, 10)")),
-    Refusal("w_o-rank", {"w_o": torch.zeros(HIDDEN, 4, 5)}, ("w_o", "(10, 4, 5)")),
-    Refusal("w_o-dtype", {"w_o": torch.zeros(HIDDEN, 20, dtype=torch.bfloat16)}, ("w_o", "bfloat16", "q has")),
-    Refusal("w_o-device", {"w_o": torch.zeros(HIDDEN, 20, device="meta")}, ("w_o", "meta", "cpu")),
-    Refusal("w_o-no-tensor", {"w_o": [1.0]}, ("w_o", "torch.Tensor", "list")),
-    Refusal("bias-shape", {"bias": torch.zeros(HIDDEN + 1)}, ("bias", "(hidden) = (10,)", "(11,)")),
-    Refusal("bias-like-out", {"bias": torch.zeros(2, 6, HIDDEN), "out": None}, ("bias", "(10,)", "(2, 6, 10)")),
-    Refusal("bias-dtype", {"bias": torch.zeros(HIDDEN, dtype=torch.float16)}, ("bias", "float16", "float32")),
-    Refusal("bias-no-tensor", {"bias": 1.0}, ("bias", "torch.Tensor", "float")),
-    Refusal("out-shape", {"out": torch.zeros(2, 6, HIDDEN + 1)}, ("out", "(2, 6, 10)", "(2, 6, 11)")),
-    Refusal("out-dtype", {"out": torch.zeros(2, 6, HIDDEN, dtype=torch.float64)}, ("out", "float64", "float32")),
-    Refusal("out-strided", {"out": torch.zeros(2, HIDDEN, 6).mT}, ("out", "contiguous", "(60, 1, 6)")),
-    Refusal("partition-name", {"partition": "fast"}, ("partition='fast'", '"auto"')),
-    Refusal("partition-number", {"partition": 12}, ("partition=12", '"auto"', "sequence")),
-    Refusal("partition-sum", {"partition": [6, 5]}, ("partition=[6, 5]", "batch_size * seqlen_q = 12", "11")),
-    Refusal("partition-not-positive", {"partition": [12, 0]}, ("partition=[12, 0]", "positive")),
-    Refusal("partition-negative", {"partition": [13, -1]}, ("partition=[13, -1]", "positive")),
-    Refusal("partition-empty", {"partition": []}, ("partition=[]", "12")),
-    Refusal("partition-not-integers", {"partition": [6.0, 6.0]}, ("partition", "integers", "6.0")),
-    Refusal(
-        "partition-within-alibi",
-        {"partition": [6, 3, 3], "alibi_slopes": torch.ones(4)},
-        ("partition", "row 9", "seqlen_q=6"),
-    ),
-    Refusal("transport", {"transport": "pigeon"}, ("transport='pigeon'", "'auto'", "'c10d', 'ring_product', 'pe")),
-    Refusal("transport-no-name", {"transport": ["c10d"]}, ("transport=['c10d']", "'auto'")),
-    Refusal("backend", {"backend": "abacus"}, ("backend='abacus'", "'auto'")),
-    Refusal("backend-no-name", {"backend": ["cpu"]}, ("backend=['cpu']", "'auto'")),
-    Refusal("group", {"group": "tp"}, ("group", "ProcessGroup", "str")),
-    Refusal("group-of-others", {"group": dist.GroupMember.NON_GROUP_MEMBER}, ("group", "this rank is in", "int")),
-    Refusal("softcap", {"softcap": -1.0}, ("softcap=-1.0",)),
-    Refusal("gradient", {"q": torch.zeros(2, 6, 4, 8, requires_grad=True)}, ("gradient", "torch.no_grad()")),
-    Refusal("gradient-w_o", {"w_o": torch.zeros(HIDDEN, 20, requires_grad=True)}, ("gradient", "torch.no_grad()")),
-    Refusal("gradient-out", {"out": torch.zeros(2, 6, HIDDEN, requires_grad=True)}, ("gradient", "torch.no_grad()")),
-    Refusal("gradient-bias", {"bias": torch.zeros(HIDDEN, requires_grad=True)}, ("gradient", "torch.no_grad()")),
+    refused("w_o", "(any, 4 * 5 = 20)", "(10, 21)", w_o=torch.zeros(HIDDEN, 21)),
+    refused("w_o", "(hidden, nheads * headdim_v)", "(20, 10)", w_o=torch.zeros(20, HIDDEN)),
+    refused("w_o", "(10, 4, 5)", w_o=torch.zeros(HIDDEN, 4, 5)),
+    refused("w_o", "bfloat16", "q has", w_o=torch.zeros(HIDDEN, 20, dtype=torch.bfloat16)),
+    refused("w_o", "meta", "cpu", w_o=torch.zeros(HIDDEN, 20, device="meta")),
+    refused("w_o", "torch.Tensor", "list", w_o=[1.0]),
+    refused("bias", "(hidden) = (10,)", "(11,)", bias=torch.zeros(HIDDEN + 1)),
+    refused("bias", "(10,)", "(2, 6, 10)", bias=torch.zeros(2, 6, HIDDEN), out=None),
+    refused("bias", "float16", "float32", bias=torch.zeros(HIDDEN, dtype=torch.float16)),
+    refused("bias", "torch.Tensor", "float", bias=1.0),
+    refused("out", "(2, 6, 10)", "(2, 6, 11)", out=torch.zeros(2, 6, HIDDEN + 1)),
+    refused("out", "float64", "float32", out=torch.zeros(2, 6, HIDDEN, dtype=torch.float64)),
+    refused("out", "contiguous", "(60, 1, 6)", out=torch.zeros(2, HIDDEN, 6).mT),
+    refused("partition='fast'", '"auto"', partition="fast"),
+    refused("partition=12", '"auto"', "sequence", partition=12),
+    refused("partition=[6, 5]", "batch_size * seqlen_q = 12", "11", partition=[6, 5]),
+    refused("partition=[12, 0]", "positive", partition=[12, 0]),
+    refused("partition=[13, -1]", "positive", partition=[13, -1]),
+    refused("partition=[]", "12", partition=[]),
+    refused("partition", "integers", "6.0", partition=[6.0, 6.0]),
+    refused("partition", "row 9", "seqlen_q=6", partition=[6, 3, 3], alibi_slopes=torch.ones(4)),
+    refused("transport='pigeon'", "'auto'", "'c10d', 'ring_product', 'pe", transport="pigeon"),
+    refused("transport=['c10d']", "'auto'", transport=["c10d"]),
+    refused("backend='abacus'", "'auto'", backend="abacus"),
+    refused("backend=['cpu']", "'auto'", backend=["cpu"]),
+    refused("group", "ProcessGroup", "str", group="tp"),
+    refused("group", "this rank is in", "int", group=dist.GroupMember.NON_GROUP_MEMBER),
+    refused("softcap=-1.0", softcap=-1.0),
+    refused("gradient", "torch.no_grad()", q=torch.zeros(2, 6, 4, 8, requires_grad=True)),
+    refused("gradient", "torch.no_grad()", w_o=torch.zeros(HIDDEN, 20, requires_grad=True)),
+    refused("gradient", "torch.no_grad()", out=torch.zeros(2, 6, HIDDEN, requires_grad=True)),
+    refused("gradient", "torch.no_grad()", bias=torch.zeros(HIDDEN, requires_grad=True)),
 )
 
 
@@ -110,13 +106,13 @@ def test_with_kvcache_refuses(not_alone: None, refusal: Refusal) -> None:
 
 
 @refusals(
-    Refusal("v", {"v": torch.zeros(2, 8, 2, 5)}, ("v has seqlen_k 8", "k has 7")),
-    Refusal("k", {"k": torch.zeros(2, 7, 3, 8), "v": torch.zeros(2, 7, 3, 5)}, ("nheads=4", "nheads_k=3")),
-    Refusal("q-not-a-tensor", {"q": None}, ("q must be a torch.Tensor",)),
-    Refusal(
-        "meta",
-        {name: value.to("meta") for name, value in dense().items()},
-        ("q is Tensor on meta", "plain tensor that holds data"),
+    refused("v has seqlen_k 8", "k has 7", v=torch.zeros(2, 8, 2, 5)),
+    refused("nheads=4", "nheads_k=3", k=torch.zeros(2, 7, 3, 8), v=torch.zeros(2, 7, 3, 5)),
+    refused("q must be a torch.Tensor", q=None),
+    refused(
+        "q is Tensor on meta",
+        "plain tensor that holds data",
+        **{name: value.to("meta") for name, value in dense().items()},
     ),
 )
 def test_arguments_of_attention_are_refused_as_ever(not_alone: None, refusal: Refusal) -> None:

@@ -136,7 +136,7 @@ def test_wrong_arguments_are_refused_after_right_ones(known: Agreement, refusal:
     attention_out_proj_allreduce(**dense(out=out, bias=torch.ones(HIDDEN)))
     assert len(known.calls) == 2
     out.fill_(7.0)
-    with torch.set_grad_enabled("gradient" in refusal.name):
+    with torch.set_grad_enabled("gradient" in refusal.says):
         assert_refused(lambda: attention_out_proj_allreduce(**(dense(out=out) | refusal.changes)), refusal)
     assert (out == 7.0).all()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import sampled, slow
+from tiers import deep, sampled, slow
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
@@ -133,7 +133,7 @@ def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], m
      {"scheduler_type": "prefill_first"}, {"allow_block_sharing": False}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=deep) for name in ("gemma2", "mistral"))])
 def test_however_the_cache_is_cut(name: str, options: dict[str, Any]) -> None:
     prompts, expected = eager_tokens_of(name, 20)
     assert batched_tokens(pair(name).fast, prompts, **options) == expected
@@ -178,7 +178,7 @@ def test_several_continuations_of_a_prompt(name: str) -> None:
 @slow
 @sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", pytest.param("gemma2", marks=deep)])
 def test_half_types_are_as_near_to_float32_as_eager_attention(name: str, dtype: torch.dtype) -> None:
     eager, fast = (copy.deepcopy(model).to(dtype) for model in pair(name))
     prompts = requests(24, longest=200)

@@ -123,7 +123,10 @@ def assert_same_losses(fast: Tensor, eager: Tensor) -> None:
     assert difference <= TOLERANCE, f"losses differ by {difference:.1e} at step {step}"
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", *(pytest.param(name, marks=slow) for name in ("llama", "gemma2", "bert"))])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", pytest.param("llama", marks=slow), *(pytest.param(name, marks=deep) for name in ("gemma2", "bert"))],
+)
 def test_losses_are_those_of_eager_at_every_step(name: str, served: list[Problem]) -> None:
     eager, fast = (train(trainable(model), batches_for(name)) for model in pair(name))
     assert_same_losses(fast, eager)

@@ -81,15 +81,9 @@ def test_a_team_that_is_awake_does_the_work(team: int) -> None:
     assert openmp.teams > 0
 
 
-def test_threads_that_sleep_are_left_alone() -> None:
-    openmp = FakeOpenMp(looked_for=NOBODY)
-    openmp.install()
-    attend_and_check()
-    assert openmp.teams == 0
-
-
-def test_fewer_than_are_wanted_are_left_alone() -> None:
-    openmp = FakeOpenMp(most=1)
+@pytest.mark.parametrize("fake", [{"looked_for": NOBODY}, {"most": 1}], ids=["asleep", "fewer"])
+def test_threads_that_sleep_or_are_fewer_than_wanted_are_left_alone(fake: dict[str, int]) -> None:
+    openmp = FakeOpenMp(**fake)
     openmp.install()
     attend_and_check()
     assert openmp.teams == 0

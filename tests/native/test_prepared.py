@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -73,11 +73,8 @@ def test_calls_of_several_threads_are_all_right() -> None:
     works = [problem.prepare() for problem in problems]
     for problem in problems:
         problem.q.copy_(problem.late_q)
-    threads = [threading.Thread(target=call_address, args=(work,)) for work in works for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(24) as pool:
+        list(pool.map(call_address, 3 * works))
     for problem in problems:
         problem.check()
 

@@ -11,6 +11,7 @@ import torch
 
 from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.merge import select_merging_backend
+from fastattention.backends.sdpa import gpu_kernels
 from fastattention.engine.operator import forget_plans
 
 
@@ -48,3 +49,13 @@ def no_plans() -> Iterator[None]:
     forget_plans()
     yield
     forget_plans()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU of compute capability 9.0, to torch's kernels that are asked and not called."""
+    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "_cudnn_takes", lambda problem: problem.headdim <= 256)
+    gpu_kernels._share_keys.cache_clear()
+    yield
+    gpu_kernels._share_keys.cache_clear()

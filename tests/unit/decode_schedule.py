@@ -7,30 +7,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from fastattention.attention.problem import Layout, Problem
+from fastattention.attention.problem import Layout
 from fastattention.backends.common.tile_range import TileRange
 from fastattention.backends.cuda.attention.config import KernelConfig
 from fastattention.backends.cuda.attention.decode_heuristics import Split
+from unit.samples import problem_of
 
 # A call with one query of each head against a long cache.
-DECODE = Problem(
-    layout=Layout.KVCACHE,
-    device=torch.device("cuda", 0),
-    dtype=torch.float16,
-    batch_size=1,
-    seqlen_q=1,
-    seqlen_k=4096,
-    total_q=1,
-    nheads=8,
-    nheads_k=2,
-    headdim=128,
-    headdim_v=128,
-    softmax_scale=0.125,
-    window_left=-1,
-    window_right=-1,
-)
+DECODE = problem_of(layout=Layout.KVCACHE, seqlen_q=1)
 
 
 class SequenceSpan(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -57,6 +58,8 @@ PER_HEAD = {"alibi_slopes": (4,), "sinks": (4,)}
 NEW_TOKENS = {"k": (2, 2, 2, 8), "v": (2, 2, 2, 16), "rotary_cos": (16, 4), "rotary_sin": (16, 4)}
 SCALES = {"k_scale": (5, 4, 2), "v_scale": (5, 4, 2)}
 MASK = {"block_mask": (2, 4, 1, 1)}
+CACHE_OF_PAGES = {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS
+IN_PAGES = {"cache_seqlens": [3, 5], "block_table": [[0, 4], [1, 2]]}
 EVERYTHING = {"causal": True, "window_size": (3, -1), "softcap": 4.0, "softmax_scale": 0.4, "return_lse": True}
 
 CALLS = (
@@ -72,50 +75,32 @@ CALLS = (
         "varlen_blocks", fast_attn_varlen_func, VARLEN | MASK, LENGTHS, {"return_lse": True}, bools=("block_mask",)
     ),
     FunctionCall(
-        "varlen_everything",
-        fast_attn_varlen_func,
-        VARLEN | PER_HEAD | {"attn_bias": (1, 6, 5)},
-        LENGTHS,
+        "varlen_everything", fast_attn_varlen_func, VARLEN | PER_HEAD | {"attn_bias": (1, 6, 5)}, LENGTHS,
         EVERYTHING | {"max_seqlen_q": 4, "max_seqlen_k": 5},
     ),
     FunctionCall(
-        "varlen_paged",
-        fast_attn_varlen_func,
-        {"q": (6, 4, 8), "k": (4, 4, 2, 8), "v": (4, 4, 2, 16)},
-        LENGTHS | {"block_table": [[3, 0], [2, 1]]},
-        {},
+        "varlen_paged", fast_attn_varlen_func, {"q": (6, 4, 8), "k": (4, 4, 2, 8), "v": (4, 4, 2, 16)},
+        LENGTHS | {"block_table": [[3, 0], [2, 1]]}, {},
     ),
     FunctionCall(
         "varlen_qkvpacked", fast_attn_varlen_qkvpacked_func, {"qkv": (6, 3, 4, 8)}, {"cu_seqlens": [0, 2, 6]}, {}
     ),
     FunctionCall("varlen_kvpacked", fast_attn_varlen_kvpacked_func, {"q": (6, 4, 8), "kv": (7, 2, 2, 8)}, LENGTHS, {}),
     FunctionCall(
-        "kvcache_read",
-        fast_attn_with_kvcache,
-        {"q": (2, 1, 4, 8), "k_cache": (2, 8, 2, 8), "v_cache": (2, 8, 2, 16)},
-        {},
-        {"cache_seqlens": 5},
+        "kvcache_read", fast_attn_with_kvcache, {"q": (2, 1, 4, 8), "k_cache": (2, 8, 2, 8), "v_cache": (2, 8, 2, 16)},
+        {}, {"cache_seqlens": 5},
     ),
     FunctionCall(
-        "kvcache_append",
-        fast_attn_with_kvcache,
-        {"q": (2, 2, 4, 8), "k_cache": (3, 8, 2, 8), "v_cache": (3, 8, 2, 16)} | NEW_TOKENS,
-        {"cache_seqlens": [3, 5], "cache_batch_idx": [2, 0], "cache_leftpad": [1, 0]},
-        {"causal": True},
+        "kvcache_append", fast_attn_with_kvcache, CACHE_OF_PAGES | {"k_cache": (3, 8, 2, 8), "v_cache": (3, 8, 2, 16)},
+        {"cache_seqlens": [3, 5], "cache_batch_idx": [2, 0], "cache_leftpad": [1, 0]}, {"causal": True},
     ),
     FunctionCall(
-        "kvcache_append_paged",
-        fast_attn_with_kvcache,
-        {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS | PER_HEAD,
-        {"cache_seqlens": [3, 5], "block_table": [[0, 4], [1, 2]]},
+        "kvcache_append_paged", fast_attn_with_kvcache, CACHE_OF_PAGES | PER_HEAD, IN_PAGES,
         EVERYTHING | {"rotary_interleaved": False},
     ),
     FunctionCall(
-        "kvcache_append_int8",
-        fast_attn_with_kvcache,
-        {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS | SCALES,
-        {"cache_seqlens": [3, 5], "block_table": [[0, 4], [1, 2]]},
-        {"causal": True},
+        "kvcache_append_int8", fast_attn_with_kvcache, CACHE_OF_PAGES | SCALES, IN_PAGES, {"causal": True},
         int8=("k_cache", "v_cache"),
     ),
-)
+)  # fmt: skip
+every_call = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])

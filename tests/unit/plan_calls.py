@@ -16,14 +16,11 @@ from torch import Tensor
 import fastattention
 from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.attention import operators
+from unit.samples import int32
 
 PACKAGE = Path(fastattention.__file__).parent
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def dense(**changes: Any) -> Arguments:

@@ -13,14 +13,18 @@ from fastattention import ArgumentError, FastAttentionError
 class Refusal(NamedTuple):
     """One wrong argument: changes to a good call, and the words of the message."""
 
-    name: str  # the test's id
-    changes: dict[str, Any]
     says: tuple[str, ...]  # the argument, what was given, what is allowed
+    changes: dict[str, Any]
 
 
-def refusals(*cases: Refusal) -> pytest.MarkDecorator:
-    """Parametrises a test over `refusal`."""
-    return pytest.mark.parametrize("refusal", cases, ids=[case.name for case in cases])
+def refused(*says: str, **changes: Any) -> Refusal:
+    """A Refusal, as a row of a table."""
+    return Refusal(says, changes)
+
+
+def refusals(*rows: Refusal) -> pytest.MarkDecorator:
+    """Parametrizes a test over `refusal`. Its ids are what the messages say."""
+    return pytest.mark.parametrize("refusal", rows, ids=[", ".join(row.says) for row in rows])
 
 
 def assert_refused(call: Callable[[], object], refusal: Refusal) -> None:

@@ -62,8 +62,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return stand_in
 
 
-def test_tensors_elsewhere_are_refused() -> None:
+def test_tensors_elsewhere_are_refused_and_every_refusal_is_told() -> None:
     assert AscendBackend().why_not(dense()) == "tensors are on cpu; the ascend backend takes tensors on npu"
+    reason = OnNpu().why_not(replace(dense(), score_tensors=("attn_bias",))) or "served"
+    assert "vendor: " in reason
+    assert "triton: " in reason
 
 
 @pytest.mark.parametrize(
@@ -71,17 +74,16 @@ def test_tensors_elsewhere_are_refused() -> None:
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
         ({"grads": ("q",)}, "gradient"),
-        ({"has_bias": True}, "attn_bias"),
+        ({"score_tensors": ("attn_bias",)}, "attn_bias"),
         ({"headdim": 264}, "headdim=264"),
         ({"headdim_v": 264}, "headdim_v=264"),
     ],
     ids=["dropout", "gradients", "bias", "headdim", "headdim-v"],
 )
 def test_the_kernels_refuse_what_they_cannot_do_and_name_it(fields: dict[str, Any], named: str) -> None:
-    reason = why_not_kernels(replace(dense(), **fields))
-    assert reason is not None
-    assert named in reason
-    assert OnNpu("triton").why_not(replace(dense(), **fields)) == f"triton: {reason}"
+    problem = replace(dense(), **fields)
+    assert named in (why_not_kernels(problem) or "served")
+    assert OnNpu("triton").why_not(problem) == f"triton: {why_not_kernels(problem)}"
 
 
 def test_int8_caches_are_served_and_float8_is_refused_by_both_with_a_reason() -> None:
@@ -111,14 +113,10 @@ class OnAnotherNpu(OnNpu):
 
 
 def test_an_npu_whose_tiles_are_not_known_is_a_reason_and_no_surprise() -> None:
-    reason = OnAnotherNpu("triton").why_not(dense())
-    assert reason is not None
+    reason = OnAnotherNpu("triton").why_not(dense()) or "served"
     assert "no tiles are known for this NPU" in reason
     assert "Ascend950PR_9599" in reason
     assert OnAnotherNpu().implementation(dense()) == "vendor"
-
-
-def test_a_call_that_nobody_serves_is_refused_with_all_reasons() -> None:
     with pytest.raises(UnsupportedError, match=r"vendor: .*softcap.*; triton: no tiles"):
         OnAnotherNpu().implementation(dense(softcap=5.0))
 
@@ -208,13 +206,6 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         OnNpu().implementation(dense())
 
 
-def test_every_refusal_is_told() -> None:
-    reason = OnNpu().why_not(replace(dense(), has_bias=True))
-    assert reason is not None
-    assert "vendor: " in reason
-    assert "triton: " in reason
-
-
 def test_a_short_decode_is_split_over_all_cores() -> None:
     problem, _ = decode()
     assert call.choose_num_splits(problem, TILING, CHIP) == CHIP.num_cores // 2  # two key heads
@@ -228,12 +219,13 @@ def test_a_short_decode_is_split_over_all_cores() -> None:
 def test_rows_of_a_decode_are_heads() -> None:
     problem, inputs = decode(num_splits=1)
     (launch,) = call.prepare(problem, inputs, TILING, CHIP).launches
-    arguments = launch.arguments
     assert launch.constants["ROWS_ARE_HEADS"]
-    assert (arguments["nheads"], arguments["group_size"], arguments["num_m_tiles"]) == (2, 4, 1)
-    assert (arguments["q_stride_row"], arguments["q_stride_head"]) == (32, 128)
-    assert (arguments["lse_stride_row"], arguments["lse_stride_head"]) == (1, 4)
-    assert arguments["mask"] is None
+    assert launch.arguments["mask"] is None
+    expected = {
+        "nheads": 2, "group_size": 4, "num_m_tiles": 1, "q_stride_row": 32, "q_stride_head": 128,
+        "lse_stride_row": 1, "lse_stride_head": 4,
+    }  # fmt: skip
+    assert launch.arguments.items() >= expected.items()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -246,7 +238,6 @@ def test_splits_are_merged_by_a_second_kernel() -> None:
     assert merge.arguments["partial_out"].shape == (3, 1, 1, 8, 32)
     assert merge.arguments["partial_out"].dtype is torch.float32
     output = call.finish(prepared.output)
-    assert output.lse is not None
     assert output.lse.shape == problem.lse_shape
     assert output.lse.is_contiguous()
 
@@ -273,22 +264,21 @@ def test_a_table_without_pages_becomes_one_that_can_be_read() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 9), (0, 0)])
-def test_nothing_is_launched_for_no_queries(seqlen_q: int, seqlen_k: int) -> None:
-    q, k = torch.zeros(2, seqlen_q, 4, 32), torch.zeros(2, seqlen_k, 4, 32)
-    problem, inputs = prepare_dense(q, k, k, Options(return_lse=True))
-    prepared = call.prepare(problem, inputs, TILING, CHIP)
+@pytest.mark.parametrize("seqlen_k", [9, 0])
+def test_nothing_is_launched_for_no_queries(seqlen_k: int) -> None:
+    problem = dense(0, seqlen_k)
+    prepared = prepare(problem)
     assert prepared.launches == []
     assert prepared.output.out.shape == problem.out_shape
 
 
 @pytest.mark.usefixtures("kernels")
 def test_a_window_wider_than_the_sequences_stays_within_int32() -> None:
-    (launch,) = prepare(dense(window_left=2**31 - 1, window_right=2**31 - 1))
+    (launch,) = prepare(dense(window_left=2**31 - 1, window_right=2**31 - 1)).launches
     assert launch.arguments["window_left"] == launch.arguments["window_right"] == 14
 
 
-def prepare(problem: Problem) -> list[call.Launch]:
+def prepare(problem: Problem) -> call.Prepared:
     q = torch.zeros(problem.batch_size, problem.seqlen_q, problem.nheads, problem.headdim, dtype=problem.dtype)
     k = torch.zeros(problem.batch_size, problem.seqlen_k, problem.nheads_k, problem.headdim, dtype=problem.dtype)
-    return call.prepare(problem, Inputs(q, k, k), TILING, CHIP).launches
+    return call.prepare(problem, Inputs(q, k, k), TILING, CHIP)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fastattention.backends.ascend.mask_tile import MASK_TILE, mask_tile, window_column, window_row
 from fastattention.backends.common.tile_range import TileKind, TileRange
+from unit.samples import visible
 
 MASK = mask_tile(torch.device("cpu")).numpy()
 
@@ -22,17 +23,6 @@ def window(delta: int, rows: int, columns: int) -> np.ndarray:
     assert 0 <= row <= MASK_TILE - rows
     assert 0 <= column <= MASK_TILE - columns
     return MASK[row : row + rows, column : column + columns]
-
-
-def full_mask(seqlen_q: int, seqlen_k: int, left: int, right: int) -> np.ndarray:
-    """True where a key is hidden, by the definition: bool (seqlen_q, seqlen_k)."""
-    distance = np.arange(seqlen_k)[None, :] - np.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
-    hidden = np.zeros_like(distance, dtype=bool)
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
-    return hidden
 
 
 def tiled_mask(band: TileRange, first_q: int, first_k: int, rows: int, columns: int) -> np.ndarray:
@@ -78,7 +68,7 @@ def test_every_small_tile_of_every_small_band_is_right(seqlen_q: int) -> None:
     kinds = set()
     for seqlen_k, left, right in itertools.product(range(1, 7), range(-1, 7), range(-1, 7)):
         band = TileRange(seqlen_q, seqlen_k, left, right)
-        full = full_mask(seqlen_q, seqlen_k, left, right)
+        full = ~visible(seqlen_q, seqlen_k, left, right).numpy()
         for rows, columns in itertools.product((1, 2, 4), repeat=2):
             for first_q, first_k in itertools.product(range(0, seqlen_q, rows), range(seqlen_k)):
                 kinds.add(check_tile(band, full, first_q, first_k, rows, columns))
@@ -100,5 +90,5 @@ def test_large_tiles_are_right(
     first_q = data.draw(st.integers(0, seqlen_q - 1), label="first_q")
     first_k = data.draw(st.integers(0, seqlen_k - 1), label="first_k")
     band = TileRange(seqlen_q, seqlen_k, left, right)
-    full = full_mask(seqlen_q, seqlen_k, left, right)
+    full = ~visible(seqlen_q, seqlen_k, left, right).numpy()
     check_tile(band, full, first_q, first_k, 2**log_rows, 2**log_columns)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention.backends.ascend.chips import CHIPS
+from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.simulator import published, whole_chip
 from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, PUBLISHED_STAGES, Costs
@@ -125,12 +125,10 @@ def test_units_hand_over_through_memory(case: tuple[Setting, list[Operation]]) -
     for tile in range(4):  # later ones have a mask, which is read ahead
         for writer, reader in steps:
             written = max(one.end for one in select(operations, *writer) if one.tile == tile)
-            assert (
-                min(one.start for one in select(operations, *reader) if one.tile == tile) >= written + handover - 1e-6
-            )
-    assert (
-        select(operations, "Vector", "MTE3", "result")[0].start >= select(operations, "Vector", "V", "O update")[-1].end
-    )
+            read = min(one.start for one in select(operations, *reader) if one.tile == tile)
+            assert read >= written + handover - 1e-6
+    stored = select(operations, "Vector", "MTE3", "result")[0]
+    assert stored.start >= select(operations, "Vector", "V", "O update")[-1].end
 
 
 def test_buffers_hold_no_more_than_they_have_room_for(case: tuple[Setting, list[Operation]]) -> None:
@@ -144,7 +142,7 @@ def test_buffers_hold_no_more_than_they_have_room_for(case: tuple[Setting, list[
     products = select(operations, "Cube", "M")
     check(select(operations, "Cube", "MTE1"), products, 2)  # L0A and L0B
     results = [one for one in select(operations, "Cube", "FIX") if one.stage != "flag"]
-    first_products = [next(one for one in _chain(result) if one.pipe == "M") for result in results]
+    first_products = [next(one for one in (result, *result.after) if one.pipe == "M") for result in results]
     check(first_products, results, 2)  # L0C, at the latest by the last product into a half
     slots = of.tiling.num_buffers
     scores = [one for one in select(operations, "Vector", "MTE2", "softmax") if one.tile < 4]
@@ -154,25 +152,18 @@ def test_buffers_hold_no_more_than_they_have_room_for(case: tuple[Setting, list[
         assert min(one.start for one in select(operations, "Cube", "FIX", "QK") if one.tile == tile) >= read - 1e-6
 
 
-def _chain(operation: Operation) -> list[Operation]:
-    return [operation, *operation.after]
-
-
 def overlap(some: list[Operation], others: list[Operation]) -> bool:
     return any(one.start < other.end and other.start < one.end for one in some for other in others)
 
 
-def test_stages_of_the_cube_overlap() -> None:
-    operations = simulated(setting(published.MEASURED_TILING), 6)
+def test_stages_overlap() -> None:
+    """Operations of the Cube overlap always, those of Cube and Vector where tiles are computed ahead."""
+    for name in ("unified", "measured"):
+        operations = simulated(setting(TILINGS[name]), 6)
+        ahead = overlap(select(operations, "Cube", "M"), select(operations, "Vector", "V", "softmax"))
+        assert ahead == (TILINGS[name].preload > 1)
     assert overlap(select(operations, "Cube", "M", "PV"), select(operations, "Cube", "FIX", "QK"))
     assert overlap(select(operations, "Cube", "M", "QK"), select(operations, "Cube", "FIX", "PV"))
-
-
-@pytest.mark.parametrize("name", ["unified", "measured"])
-def test_cube_and_vector_overlap_where_tiles_are_computed_ahead(name: str) -> None:
-    operations = simulated(setting(TILINGS[name]), 6)
-    ahead = overlap(select(operations, "Cube", "M"), select(operations, "Vector", "V", "softmax"))
-    assert ahead == (TILINGS[name].preload > 1)
 
 
 @given(
@@ -271,9 +262,6 @@ def test_mask_costs_time_where_it_is_applied() -> None:
         cycles[one.tile] += one.end - one.start
     plain, masked = [cycles[tile] for tile in range(3)], [cycles[tile] for tile in range(3, 5)]
     assert max(plain) < min(masked)
-
-
-def test_half_masked_row_block_lies_between() -> None:
     none, half, everything = (row_block(setting(TILINGS["unified"]), 40, masked).cycles for masked in (0, 20, 40))
     assert none < half < everything
 
@@ -307,42 +295,35 @@ def test_a_core_gets_faster_when_others_are_done(of_cores: list[float], cycles: 
     assert whole_chip._until_done(np.array(of_cores, float), speed.__getitem__) == pytest.approx(cycles)
 
 
+def seconds(workload: SimulatedCall, tiling: Tiling, chip: Chip = CHIP, costs: Costs = DEFAULT_COSTS) -> float:
+    return predict(workload, tiling, chip, costs).seconds
+
+
 @pytest.mark.parametrize("tiling", [TILINGS["unified"], TILINGS["large"]], ids=["unified", "two-level"])
 def test_longer_takes_longer_and_more_of_anything_is_not_faster(tiling: Tiling) -> None:
-    times = [predict(published.single_head(seqlen), tiling, CHIP).seconds for seqlen in (512, 1024, 4096, 16384)]
+    times = [seconds(published.single_head(seqlen), tiling) for seqlen in (512, 1024, 4096, 16384)]
     assert times == sorted(times)
     base = published.single_head(4096)
-    slower = [
-        replace(base, nheads=4),
-        replace(base, batch_size=4),
-        replace(base, headdim=256, headdim_v=256),
-        replace(base, dtype=torch.float32),
-        replace(base, window_right=0, mask_mode=MaskMode.FULL),
-    ]
-    assert all(predict(workload, tiling, CHIP).seconds > predict(base, tiling, CHIP).seconds for workload in slower)
-    assert predict(base, tiling, CHIP, replace(DEFAULT_COSTS, handover=1000)).seconds > times[2]
-    long = published.single_head(16384)
-    by_chip = [predict(long, tiling, CHIPS[name]).seconds for name in ("910B1", "910B2", "910B3", "910B4")]
+    slower: tuple[dict[str, Any], ...] = (
+        {"nheads": 4},
+        {"batch_size": 4},
+        {"headdim": 256, "headdim_v": 256},
+        {"dtype": torch.float32},
+        {"window_right": 0, "mask_mode": MaskMode.FULL},
+    )
+    assert all(seconds(replace(base, **changes), tiling) > times[2] for changes in slower)
+    assert seconds(replace(base, score_bytes=2), tiling) < times[2]
+    assert seconds(base, tiling, costs=replace(DEFAULT_COSTS, handover=1000)) > times[2]
+    by_chip = [seconds(published.single_head(16384), tiling, CHIPS[f"910B{number}"]) for number in (1, 2, 3, 4)]
     assert by_chip == sorted(set(by_chip))
+    own = SimulatedCall(1, 65536, 65536, 32, 32, 128, 128, torch.float16)
+    assert seconds(replace(own, nheads_k=1), tiling) <= seconds(own, tiling)
 
 
 def test_nothing_exceeds_the_peak() -> None:
     for dtype in (torch.float16, torch.float32):
         workload = SimulatedCall(1, 16384, 16384, 32, 32, 256, 256, dtype)
         assert 0.3 < predict(workload, tiling_for(workload, CHIP), CHIP).fraction_of_peak < 1.0
-
-
-def test_scores_of_half_the_size_are_faster() -> None:
-    workload = published.single_head(8192)
-    half = replace(workload, score_bytes=2)
-    assert predict(half, TILINGS["large"], CHIP).seconds < predict(workload, TILINGS["large"], CHIP).seconds
-
-
-def test_heads_that_share_keys_are_not_slower() -> None:
-    own = SimulatedCall(1, 65536, 65536, 32, 32, 128, 128, torch.float16)
-    shared = replace(own, nheads_k=1)
-    tiling = TILINGS["large"]
-    assert predict(shared, tiling, CHIP).seconds <= predict(own, tiling, CHIP).seconds
 
 
 def test_decode_occupies_every_core_and_reads_no_faster_than_memory() -> None:
@@ -352,8 +333,8 @@ def test_decode_occupies_every_core_and_reads_no_faster_than_memory() -> None:
     assert prediction.num_row_blocks == 24
     for seqlen_k in (8192, 65536):  # even where the cache would hold all keys, because other layers have used it since
         cache = 2 * seqlen_k * 8 * 128 * 2
-        seconds = predict(replace(decode, seqlen_k=seqlen_k), TILINGS["decode"], CHIP).seconds
-        assert seconds - 2 * DEFAULT_COSTS.launch / CHIP.clock_hz > cache / CHIP.hbm_bytes_per_second
+        kernels = seconds(replace(decode, seqlen_k=seqlen_k), TILINGS["decode"])
+        assert kernels - 2 * DEFAULT_COSTS.launch / CHIP.clock_hz > cache / CHIP.hbm_bytes_per_second
     assert predict(replace(decode, batch_size=8), TILINGS["decode"], CHIP).num_splits == 1
 
 
@@ -389,12 +370,6 @@ def test_tiles_of_row_blocks_are_those_that_the_mask_leaves(
             assert num_masked == 0
 
 
-def test_useful_arithmetic_counts_visible_scores_only() -> None:
-    causal = SimulatedCall(2, 3, 5, 4, 2, 16, 8, torch.float16, window_right=0)
-    assert causal.useful_flops == 2 * 2 * 4 * (3 + 4 + 5) * (16 + 8)
-    assert replace(causal, window_right=-1).useful_flops == 2 * 2 * 4 * 15 * (16 + 8)
-
-
 @given(
     st.integers(1, 60),
     st.integers(1, 60),
@@ -403,8 +378,8 @@ def test_useful_arithmetic_counts_visible_scores_only() -> None:
 def test_useful_arithmetic_is_that_of_every_query(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> None:
     band = TileRange(seqlen_q, seqlen_k, *window)
     pairs = sum(max(band.row_end(row) - band.row_begin(row), 0) for row in range(seqlen_q))
-    call = SimulatedCall(1, seqlen_q, seqlen_k, 1, 1, 16, 16, torch.float16, *window)
-    assert call.useful_flops == 2 * pairs * (16 + 16)
+    call = SimulatedCall(3, seqlen_q, seqlen_k, 4, 2, 16, 8, torch.float16, *window)
+    assert call.useful_flops == 2 * 3 * 4 * pairs * (16 + 8)
 
 
 @pytest.mark.parametrize(("seqlen", "heads"), [(5000, 1), (777, 7), (4096, 50), (100, 100)])
@@ -426,14 +401,9 @@ def test_a_prediction_simulates_few_row_blocks_at_any_length(monkeypatch: pytest
         return simulate(*arguments)
 
     monkeypatch.setattr("fastattention.backends.ascend.simulator.row_block.simulate", count)
-    shorter, longer = (
-        predict(
-            SimulatedCall(1, seqlen, seqlen, 8, 8, 112, 112, torch.float16, window_right=0),
-            published.MEASURED_TILING,
-            CHIP,
-        )
-        for seqlen in (1 << 20, 1 << 26)
-    )
+    call = SimulatedCall(1, 1 << 20, 1 << 20, 8, 8, 112, 112, torch.float16, window_right=0)
+    shorter = predict(call, published.MEASURED_TILING, CHIP)
+    longer = predict(replace(call, seqlen_q=1 << 26, seqlen_k=1 << 26), published.MEASURED_TILING, CHIP)
     assert len(calls) < 50
     assert longer.tflops == pytest.approx(shorter.tflops, rel=0.01)
     assert 0 <= longer.idle < 0.01
@@ -447,8 +417,7 @@ def test_a_prediction_simulates_few_row_blocks_at_any_length(monkeypatch: pytest
 def test_two_level_tiling_is_at_least_twice_as_fast_as_unified(seqlen: int, keys: int) -> None:
     workload = published.single_head(seqlen)
     two_level = Tiling(128, keys, 64 * 64 // keys if keys > 256 else 16, preload=2, multibuffer=True)
-    unified = predict(workload, unified_tiling(workload, CHIP), CHIP)
-    assert unified.seconds / predict(workload, two_level, CHIP).seconds >= 2.0
+    assert seconds(workload, unified_tiling(workload, CHIP)) / seconds(workload, two_level) >= 2.0
 
 
 @pytest.mark.parametrize("seqlen", [1024, 8192, 32768])
@@ -456,7 +425,7 @@ def test_causes_multiply_to_the_whole_gain(seqlen: int) -> None:
     workload = published.single_head(seqlen)
     tiling = replace(tiling_for(workload, CHIP), preload=2)
     found = causes(workload, tiling, CHIP)
-    whole = predict(workload, unified_tiling(workload, CHIP), CHIP).seconds / predict(workload, tiling, CHIP).seconds
+    whole = seconds(workload, unified_tiling(workload, CHIP)) / seconds(workload, tiling)
     assert math.prod(cause.factor for cause in found) == pytest.approx(whole)
     assert all(cause.factor >= 0.99 for cause in found)
     if seqlen > 1024:  # with 8 row blocks of 128 most cores have no work
@@ -503,7 +472,7 @@ def test_gain_over_standard_attention_grows_with_the_length(causal: bool) -> Non
     gains = []
     for seqlen in (2048, 8192, 32768):
         workload = SimulatedCall(1, seqlen, seqlen, 32, 32, 128, 128, torch.float16, window_right=0 if causal else -1)
-        ours = predict(workload, tiling_for(workload, CHIP), CHIP).seconds
+        ours = seconds(workload, tiling_for(workload, CHIP))
         fused, eager = (predict_standard(workload, CHIP, kind).seconds / ours for kind in StandardKind)
         assert eager > fused
         gains.append(fused)

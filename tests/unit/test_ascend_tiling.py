@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tiers import deep, sampled
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import tiling as tilings
@@ -15,59 +17,30 @@ from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling, compiler_options, tiling_for, why_not_fit
+from unit.samples import problem_of
 
 CHIP = CHIPS["910B2"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GOOD = Tiling(outer_tile_m=128, outer_tile_n=256, inner_tile_m=16, preload=2, multibuffer=True)
 
 
-def changed(tiling: Tiling, field: str, value: int) -> Tiling:
-    return Tiling(**{**asdict(tiling), field: value})
-
-
-def make_problem(
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    headdim: int = 128,
-    headdim_v: int | None = None,
-    dtype: torch.dtype = torch.float16,
-    nheads: int = 8,
-    nheads_k: int = 2,
-    batch_size: int = 1,
-    causal: bool = False,
-    page_block_size: int | None = None,
-) -> Problem:
-    return Problem(
-        layout=Layout.DENSE if page_block_size is None else Layout.KVCACHE,
-        device=torch.device("cpu"),
-        dtype=dtype,
-        batch_size=batch_size,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        total_q=batch_size * seqlen_q,
-        nheads=nheads,
-        nheads_k=nheads_k,
-        headdim=headdim,
-        headdim_v=headdim if headdim_v is None else headdim_v,
-        softmax_scale=1.0,
-        window_left=-1,
-        window_right=0 if causal else -1,
-        page_block_size=page_block_size,
-    )
+def make_problem(seqlen_q: int, seqlen_k: int, **changes: Any) -> Problem:
+    return problem_of(device=torch.device("cpu"), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **changes)
 
 
 # Cores of all chips have the same buffers, so the chips take turns: 45 cases, five of each chip.
+CASES = zip(
+    itertools.product((16, 32, 64, 128, 256), DTYPES, ((1, 4096), (7, 100), (4096, 4096))),
+    itertools.cycle(CHIPS.values()),
+    strict=False,
+)
+
+
+@sampled
 @pytest.mark.parametrize(
     ("headdim", "dtype", "lengths", "chip"),
-    [
-        pytest.param(*case, chip, id=f"{case[0]}-{str(case[1]).removeprefix('torch.')}-{case[2]}-{chip.name}")
-        for case, chip in zip(
-            itertools.product((16, 32, 64, 128, 256), DTYPES, ((1, 4096), (7, 100), (4096, 4096))),
-            itertools.cycle(CHIPS.values()),
-            strict=False,
-        )
-    ],
+    [(*case, chip) for case, chip in CASES],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_chosen_tiling_fits(headdim: int, dtype: torch.dtype, lengths: tuple[int, int], chip: Chip) -> None:
     chosen = choose_tiling(make_problem(*lengths, headdim=headdim, dtype=dtype), chip)
@@ -94,7 +67,9 @@ def test_what_converting_an_int8_cache_takes_counts() -> None:
 @pytest.mark.parametrize(("headdim", "headdim_v"), [(1, 1), (40, 256), (256, 8), (192, 128), (129, 129)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, headdim_v: int, causal: bool) -> None:
-    chosen = choose_tiling(make_problem(300, 777, headdim=headdim, headdim_v=headdim_v, causal=causal), CHIP)
+    chosen = choose_tiling(
+        make_problem(300, 777, headdim=headdim, headdim_v=headdim_v, window_right=0 if causal else -1), CHIP
+    )
     assert why_not_fit(chosen, headdim, headdim_v, torch.float16, CHIP) is None
 
 
@@ -115,12 +90,11 @@ def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, he
 def test_tiling_that_is_too_large_is_refused_naming_buffer_and_bytes(
     capacity: str, buffer: str, used: int, allowed: int
 ) -> None:
-    small = Chip(**{**asdict(CHIP), capacity: allowed})
+    small = replace(CHIP, **{capacity: allowed})
     reason = why_not_fit(GOOD, 128, 128, torch.float16, small)
-    assert reason is not None
     assert reason.startswith(f"{buffer} would hold {used} bytes (")
     assert reason.endswith(f"910B2 allows {allowed}")
-    exact = Chip(**{**asdict(CHIP), capacity: used})
+    exact = replace(CHIP, **{capacity: used})
     fits = why_not_fit(GOOD, 128, 128, torch.float16, exact)
     assert fits is None or not fits.startswith(buffer)
 
@@ -138,8 +112,7 @@ def test_tiling_that_is_too_large_is_refused_naming_buffer_and_bytes(
     ],
 )
 def test_impossible_tiling_is_refused(field: str, value: int, reason: str) -> None:
-    given = why_not_fit(changed(GOOD, field, value), 128, 128, torch.float16, CHIP)
-    assert given is not None
+    given = why_not_fit(replace(GOOD, **{field: value}), 128, 128, torch.float16, CHIP)
     assert given.startswith(reason)
 
 
@@ -165,19 +138,18 @@ def test_a_kernel_written_by_hand_needs_less(tiling: Tiling, buffer: str) -> Non
 @pytest.mark.parametrize(("page_block_size", "most"), [(16, 16), (48, 64), (128, 128), (1000, 1024)])
 @pytest.mark.parametrize("seqlen_q", [1, 512], ids=["decode", "prefill"])
 def test_no_tile_of_keys_exceeds_a_page(page_block_size: int, most: int, seqlen_q: int) -> None:
-    chosen = choose_tiling(make_problem(seqlen_q, 4096, page_block_size=page_block_size), CHIP)
-    assert 16 <= chosen.outer_tile_n <= most
+    pages = {"layout": Layout.KVCACHE, "page_block_size": page_block_size}
+    assert 16 <= choose_tiling(make_problem(seqlen_q, 4096, **pages), CHIP).outer_tile_n <= most
 
 
 @pytest.mark.parametrize(("nheads", "nheads_k", "rows"), [(8, 8, 16), (32, 8, 16), (64, 1, 64)])
 def test_rows_of_a_decode_are_the_heads_that_share_keys(nheads: int, nheads_k: int, rows: int) -> None:
-    chosen = choose_tiling(make_problem(1, 8192, nheads=nheads, nheads_k=nheads_k), CHIP)
-    assert chosen.outer_tile_m <= rows
+    assert choose_tiling(make_problem(1, 8192, nheads=nheads, nheads_k=nheads_k), CHIP).outer_tile_m <= rows
 
 
 def test_windows_of_every_chosen_tiling_lie_in_the_mask_tile() -> None:
     for seqlen in (16, 500, 4096):
-        chosen = choose_tiling(make_problem(seqlen, seqlen, causal=True), CHIP)
+        chosen = choose_tiling(make_problem(seqlen, seqlen, window_right=0), CHIP)
         assert chosen.outer_tile_m + chosen.outer_tile_n <= MASK_TILE
 
 
@@ -190,9 +162,12 @@ WORKLOADS = {
     "decode": SimulatedCall(4, 1, 8192, 32, 8, 128, 128, torch.float16),
     "short": SimulatedCall(1, 300, 300, 16, 16, 16, 16, torch.float16),
 }
+QUICK = ("1K", "headdim 64", "decode", "short")  # simulated in a second or two, with every tiling
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
+@pytest.mark.parametrize(
+    "workload", [pytest.param(call, id=name, marks=() if name in QUICK else deep) for name, call in WORKLOADS.items()]
+)
 def test_chosen_tiling_is_among_the_fastest_by_the_whole_simulator(workload: SimulatedCall) -> None:
     fitting = tilings._candidates(workload, CHIP, tilings.LONGEST)
     fastest = min(predict(workload, tiling, CHIP).seconds for tiling in fitting)

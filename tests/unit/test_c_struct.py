@@ -61,10 +61,8 @@ def layout(params: type[Params]) -> list[str]:
 def compiled_layout(header: Path, params: type[Params], folder: Path) -> list[str]:
     """The layout of the fields by a C++ compiler."""
     name = params.__name__
-    lines = [
-        f'printf("{field} %zu %zu\\n", offsetof({name}, {field}), sizeof({name}::{field}));'
-        for field in (field[0] for field in params._fields_)
-    ]
+    fields = [field[0] for field in params._fields_]
+    lines = [f'printf("{one} %zu %zu\\n", offsetof({name}, {one}), sizeof({name}::{one}));' for one in fields]
     namespaces = re.findall(r"namespace (\w+) \{", header.read_text())
     source, program = folder / "layout.cpp", folder / "layout"
     source.write_text(

@@ -21,19 +21,20 @@ def findings(root: Path, **pages: str) -> list[str]:
     return [str(finding) for finding in check_docs.check(root)]
 
 
-def test_sentence_of_36_words_is_found_with_its_line(tmp_path: Path) -> None:
-    (found,) = findings(tmp_path, README=f"# Title\n\nShort one.\nAnother one. {LONG}.\n")
-    assert found.startswith("README.md:4: sentence of 36 words, at most 35 are allowed")
+TOO_LONG: dict[str, tuple[str, str]] = {
+    "sentence": (f"# Title\n\nShort one.\nAnother one. {LONG}.\n", "4: sentence of 36 words, at most 35 are allowed"),
+    "over lines": ("Short.\nIt begins\n" + LONG.replace(" ", "\n") + ".\n", "2: sentence of 38 words"),
+    "cell": (
+        f"| a | b |\n|---|---|\n| 1 | {LONG_CELL} |\n",
+        "3: table cell of 161 characters, at most 160 are allowed",
+    ),
+}
 
 
-def test_sentence_over_several_lines_is_found_where_it_begins(tmp_path: Path) -> None:
-    (found,) = findings(tmp_path, README="Short.\nIt begins\n" + LONG.replace(" ", "\n") + ".\n")
-    assert found.startswith("README.md:2: sentence of 38 words")
-
-
-def test_cell_of_161_characters_is_found_with_its_line(tmp_path: Path) -> None:
-    (found,) = findings(tmp_path, README=f"| a | b |\n|---|---|\n| 1 | {LONG_CELL} |\n")
-    assert found.startswith("README.md:3: table cell of 161 characters, at most 160 are allowed")
+@pytest.mark.parametrize(("text", "found"), TOO_LONG.values(), ids=TOO_LONG)
+def test_what_is_too_long_is_found_with_the_line_where_it_begins(tmp_path: Path, text: str, found: str) -> None:
+    (finding,) = findings(tmp_path, README=text)
+    assert finding.startswith(f"README.md:{found}")
 
 
 @pytest.mark.parametrize(
@@ -80,19 +81,11 @@ def test_what_is_short_enough_or_no_prose_is_left_alone(tmp_path: Path, text: st
     assert findings(tmp_path, page=f"{text}\n") == []
 
 
-@pytest.mark.parametrize(
-    "link",
-    [
-        "[a](missing.md)",
-        "![a](missing.png)",
-        "[a](other.md#no-such-heading)",
-        "[a](#no-such-heading)",
-        "[a](/docs/other.md)",
-        "[a](reference.md#package.other)",
-        "[a][id]\n\n[id]: missing.md",
-    ],
-    ids="file image anchor own_anchor absolute api_object definition".split(),
-)
+DEAD = ["[a](missing.md)", "![a](missing.png)", "[a](other.md#no-such-heading)", "[a](#no-such-heading)"]
+DEAD += ["[a](/docs/other.md)", "[a](reference.md#package.other)", "[a][id]\n\n[id]: missing.md"]
+
+
+@pytest.mark.parametrize("link", DEAD)
 def test_link_that_leads_nowhere_is_found(tmp_path: Path, link: str) -> None:
     pages = {"other": "# Other\n", "reference": "::: package.function\n"}
     (found,) = findings(tmp_path, page=f"# Page\n\n{link}\n", **pages)
@@ -100,21 +93,12 @@ def test_link_that_leads_nowhere_is_found(tmp_path: Path, link: str) -> None:
     assert "link to" in found
 
 
-@pytest.mark.parametrize(
-    "link",
-    [
-        "[a](other.md)",
-        "[a](other.md#two-words-and-code)",
-        "[a](other.md#twice_1)",
-        "[a](other.md#by-hand)",
-        "[a](#page)",
-        "[a](reference.md#package.function)",
-        "[a](../README.md)",
-        "[a](https://example.com/missing.md#x)",
-        "`[a](missing.md)`",
-    ],
-    ids="file anchor repeated explicit own api_object up foreign code".split(),
-)
+ALIVE = ["[a](other.md)", "[a](other.md#two-words-and-code)", "[a](other.md#twice_1)", "[a](other.md#by-hand)"]
+ALIVE += ["[a](#page)", "[a](reference.md#package.function)", "[a](../README.md)"]
+ALIVE += ["[a](https://example.com/missing.md#x)", "`[a](missing.md)`"]
+
+
+@pytest.mark.parametrize("link", ALIVE)
 def test_link_that_leads_somewhere_is_left_alone(tmp_path: Path, link: str) -> None:
     other = '# Other\n\n## Two words, and `code`\n\n## Twice\n\n## Twice\n\n<a id="by-hand"></a>\n'
     pages = {"other": other, "reference": "::: package.function\n", "README": "# Title\n"}

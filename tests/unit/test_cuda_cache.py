@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -88,10 +89,8 @@ def test_another_key_has_another_file(change: Callable[[pytest.MonkeyPatch], Non
 )
 def test_every_field_is_in_the_source(field: str) -> None:
     value = getattr(KERNEL, field)
-    values = {"arch": 75}
-    changed = dataclasses.replace(
-        KERNEL, **{field: values.get(field, not value if isinstance(value, bool) else value * 2)}
-    )
+    other = 75 if field == "arch" else not value if isinstance(value, bool) else value * 2
+    changed = dataclasses.replace(KERNEL, **{field: other})
     assert compiler.source(changed) != compiler.source(KERNEL)
     assert changed.name != KERNEL.name
 
@@ -153,10 +152,7 @@ def test_code_built_ahead_serves_its_generation(
 
 
 def test_what_was_built_ahead_needs_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler() -> tuple[int, int]:
-        raise CompileError("there is no compiler")
-
-    monkeypatch.setattr(compiler, "version", no_compiler)
+    monkeypatch.setattr(compiler, "version", mock.Mock(side_effect=CompileError("there is no compiler")))
     cache.write_atomically(cache.built_ahead_path(KERNEL, 80), b"ahead")
     assert cache.cubin(KERNEL, 80) == b"ahead"
     with pytest.raises(CompileError, match="there is no compiler"):
@@ -164,14 +160,11 @@ def test_what_was_built_ahead_needs_no_compiler(folder: Path, monkeypatch: pytes
 
 
 def test_the_variable_is_read_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTATTENTION_CACHE", str(tmp_path / "one"))
-    assert cache.cached_path(KERNEL, 80).parent == tmp_path / "one"
-    monkeypatch.setenv("FASTATTENTION_CACHE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cached_path(KERNEL, 80).parent == tmp_path / "xdg" / "fastattention"
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cached_path(KERNEL, 80).parent == tmp_path / ".cache" / "fastattention"
+    for ours, xdg, folder in (("one", "", "one"), ("", "xdg", "xdg/fastattention"), ("", "", ".cache/fastattention")):
+        monkeypatch.setenv("FASTATTENTION_CACHE", ours and str(tmp_path / ours))
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg and str(tmp_path / xdg))
+        assert cache.cached_path(KERNEL, 80).parent == tmp_path / folder
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_variable(
@@ -234,22 +227,15 @@ def test_a_file_that_cannot_be_read_is_an_error_of_ours(folder: Path) -> None:
         cache.obtain(KERNEL, 80)
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(CompileError, match="No space left on device"):
-        cache.write_atomically(tmp_path / "kernel.cubin", b"code")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(28, "No space left on device"), CompileError), (KeyboardInterrupt("stopped"), KeyboardInterrupt)],
+    ids=["failed", "interrupted"],
+)
+def test_a_write_that_does_not_end_leaves_nothing(
+    error: BaseException, raised: type[BaseException], tmp_path: Path
+) -> None:
+    with mock.patch.object(os, "replace", side_effect=error), pytest.raises(raised, match=error.args[-1]):
         cache.write_atomically(tmp_path / "kernel.cubin", b"code")
     assert list(tmp_path.iterdir()) == []
 
@@ -260,7 +246,7 @@ import os, pathlib, sys
 from fastattention.gpu_runtime import cache
 for letter in b"abcd":
     if os.fork() == 0:
-        for _ in range(10):
+        for _ in range(4):
             cache.write_atomically(pathlib.Path(sys.argv[1]), bytes([letter]) * (1 << 22))
         os._exit(0)
 assert all(os.wait()[1] == 0 for _ in range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,7 @@ from tiers import sampled
 
 from fastattention.attention.problem import Layout
 from fastattention.backends.cuda.attention import decode_heuristics
-from fastattention.backends.cuda.attention.config import (
-    CACHE_FORMATS,
-    WIDEST_OF_A_WARP,
-    KernelConfig,
-    why_not_fitting,
-)
+from fastattention.backends.cuda.attention.config import CACHE_FORMATS, WIDEST_OF_A_WARP, KernelConfig, why_not_fitting
 from fastattention.backends.cuda.attention.decode_heuristics import choose_decode, choose_split, is_decode
 from fastattention.backends.cuda.attention.heuristics import padded_headdims
 from fastattention.backends.cuda.attention.variants import (
@@ -57,18 +53,8 @@ def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> 
         HEADDIMS, DTYPES, SCORES_AND_PAGES, CACHE_FORMATS.items(), (1, 17, 33, 65, 129), (0, MANY_KEYS)
     )
     for headdim_v, dtype, (scores, paged), (cache_dtype, cache_format), rows, keys in calls:
-        config = choose_decode_variant(
-            limits.arch,
-            limits,
-            dtype,
-            headdim,
-            headdim_v,
-            modifies_scores=scores,
-            paged=paged,
-            cache_dtype=cache_dtype,
-            rows=rows,
-            keys=keys,
-        )
+        options = {"modifies_scores": scores, "paged": paged, "cache_dtype": cache_dtype, "rows": rows, "keys": keys}
+        config = choose_decode_variant(limits.arch, limits, dtype, headdim, headdim_v, **options)
         assert why_not_fitting(config, limits) is None
         assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
         assert (config.headdim, config.headdim_v * config.num_value_parts) == padded_headdims(headdim, headdim_v)
@@ -153,16 +139,9 @@ def test_shared_memory_is_queries_stages_and_statistics(
 ) -> None:
     """Each warp with keys of its own holds keys and values with their scales, and a maximum and a sum of each row."""
     config = replace(
-        plain("A100", 128, 16),
-        arch=arch,
-        headdim_v=64,
-        tile_m=16,
-        tile_n=32,
-        num_warps=4,
-        num_stages=2,
-        split_keys_across_warps=True,
-        cache_format=cache_format,
-    )
+        plain("A100", 128, 16), arch=arch, headdim_v=64, tile_m=16, tile_n=32, num_warps=4, num_stages=2,
+        split_keys_across_warps=True, cache_format=cache_format,
+    )  # fmt: skip
     queries = 16 * (128 * dtype_bytes + padding)
     scales = 2 * 4 if cache_format else 0
     token = 128 * cache_bytes + padding + 64 * cache_bytes + padding + scales
@@ -253,14 +232,7 @@ GOLDEN = {
 @pytest.mark.parametrize(("chip", "headdim", "rows", "keys"), GOLDEN, ids=["-".join(map(str, key)) for key in GOLDEN])
 def test_choices_are_the_known_ones(chip: str, headdim: int, rows: int, keys: int) -> None:
     config = plain(chip, headdim, rows, keys)
-    found = (
-        config.tile_m,
-        config.tile_n,
-        config.num_warps,
-        config.num_stages,
-        config.min_ctas,
-        config.num_value_parts,
-    )
+    found = (config.tile_m, config.tile_n, config.num_warps, config.num_stages, config.min_ctas, config.num_value_parts)
     assert found == GOLDEN[chip, headdim, rows, keys]
 
 
@@ -282,29 +254,30 @@ def test_as_many_teams_merge_a_row_as_it_has_fours_of_parts(batch_size: int, num
 CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
 
 
-@pytest.mark.parametrize(
-    ("call", "decodes"),
-    [
-        ({}, True),
-        ({"batch_size": 1000}, True),  # 4 rows
-        ({"seqlen_q": 4, "batch_size": 1000}, True),
-        ({"seqlen_q": 4096}, False),
-        ({"seqlen_q": 4096, "cache_dtype": torch.int8}, True),
-        ({"layout": Layout.DENSE}, True),
-        ({"layout": Layout.DENSE, "seqlen_q": 4, "batch_size": 1000, "seqlen_k": 256}, True),  # 16 rows
-        ({"layout": Layout.DENSE, "seqlen_q": 5, "seqlen_k": 1024}, True),
-        ({"layout": Layout.DENSE, "seqlen_q": 5, "seqlen_k": 1023}, False),
-        ({"layout": Layout.DENSE, "seqlen_k": 255}, False),
-        ({"layout": Layout.DENSE, "seqlen_q": 512, "seqlen_k": 2048, "nheads": 8}, True),
-        ({"layout": Layout.DENSE, "seqlen_q": 513, "seqlen_k": 2048, "nheads": 8}, False),
-        ({"layout": Layout.DENSE, "has_bias": True}, True),
-        ({"layout": Layout.VARLEN, "page_block_size": 16}, False),
-    ],
-    ids=["one query", "many sequences", "16 rows", "prefill", "quantized", "dense", "dense, 16 rows", "dense, 20 rows",
-         "dense, fewer keys", "dense, few keys", "four keys a query", "fewer keys a query", "bias", "varlen"],
-)  # fmt: skip
-def test_few_rows_are_decodes(call: dict[str, object], decodes: bool) -> None:
-    assert is_decode(replace(CALL, **call), CHIPS["A100"]) == decodes  # type: ignore[arg-type]
+DECODES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "many sequences": {"batch_size": 1000},  # 4 rows
+    "16 rows": {"seqlen_q": 4, "batch_size": 1000},
+    "quantized": {"seqlen_q": 4096, "cache_dtype": torch.int8},
+    "dense": {"layout": Layout.DENSE},
+    "dense, 16 rows": {"layout": Layout.DENSE, "seqlen_q": 4, "batch_size": 1000, "seqlen_k": 256},
+    "dense, 20 rows": {"layout": Layout.DENSE, "seqlen_q": 5, "seqlen_k": 1024},
+    "four keys a query": {"layout": Layout.DENSE, "seqlen_q": 512, "seqlen_k": 2048, "nheads": 8},
+    "bias": {"layout": Layout.DENSE, "score_tensors": ("attn_bias",)},
+}
+NO_DECODES: dict[str, dict[str, Any]] = {
+    "prefill": {"seqlen_q": 4096},
+    "dense, fewer keys": {"layout": Layout.DENSE, "seqlen_q": 5, "seqlen_k": 1023},
+    "dense, few keys": {"layout": Layout.DENSE, "seqlen_k": 255},
+    "fewer keys a query": {"layout": Layout.DENSE, "seqlen_q": 513, "seqlen_k": 2048, "nheads": 8},
+    "varlen": {"layout": Layout.VARLEN, "page_block_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", DECODES | NO_DECODES)
+def test_few_rows_are_decodes(name: str) -> None:
+    call = replace(CALL, **(DECODES | NO_DECODES)[name])
+    assert is_decode(call, CHIPS["A100"]) == (name in DECODES)
 
 
 # Milliseconds on an H100 by the forward and the decode kernel, 32 heads of 128

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastattention.attention.problem import Problem
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.cuda.attention.config import KernelConfig
 from fastattention.backends.cuda.attention.decode_heuristics import Split, choose_decode, choose_split, num_rows
 from fastattention.gpu_runtime.chips import CHIPS, Limits
+from unit.samples import problem_of
 
 from .decode_schedule import DECODE, SequenceSpan, TileStream, tiles_of
 
@@ -23,20 +24,11 @@ def problems(draw: st.DrawFn) -> Problem:
     batch_size, seqlen_q = draw(st.integers(1, 70)), draw(st.integers(1, 40))
     window_left, window_right = draw(st.sampled_from([(-1, -1), (-1, 0), (0, 0), (300, 0), (17, 5)]))
     headdim = draw(st.sampled_from([32, 64, 128, 256]))
-    return replace(
-        DECODE,
-        batch_size=batch_size,
-        seqlen_q=seqlen_q,
-        total_q=batch_size * seqlen_q,
-        seqlen_k=draw(st.sampled_from([0, 1, 16, 100, 1000, 5000])),
-        nheads=nheads_k * draw(st.integers(1, 9)),
-        nheads_k=nheads_k,
-        headdim=headdim,
-        headdim_v=headdim,
-        window_left=window_left,
-        window_right=window_right,
-        num_splits=draw(st.sampled_from([0, 0, 0, 1, 2, 7, 64])),
-    )
+    return problem_of(
+        layout=Layout.KVCACHE, batch_size=batch_size, seqlen_q=seqlen_q, headdim=headdim, window_left=window_left,
+        seqlen_k=draw(st.sampled_from([0, 1, 16, 100, 1000, 5000])), nheads=nheads_k * draw(st.integers(1, 9)),
+        nheads_k=nheads_k, window_right=window_right, num_splits=draw(st.sampled_from([0, 0, 0, 1, 2, 7, 64])),
+    )  # fmt: skip
 
 
 def chosen(problem: Problem, limits: Limits) -> tuple[KernelConfig, Split]:
@@ -136,14 +128,11 @@ def test_every_tile_of_every_sequence_is_in_one_stretch(made: tuple[Problem, Ker
 @given(lines())
 def test_spans_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig, TileStream]) -> None:
     problem, _, stream = made
-    if stream.split.num_splits == 0:
-        sizes = [len(span) for span in stream.spans]
+    together = [stream.cta_groups_of(batch) for batch in range(problem.batch_size)]
+    for cta_groups in together if stream.split.num_splits else [range(len(stream.spans))]:
+        sizes = [len(stream.spans[cta_group]) for cta_group in cta_groups]
         assert min(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
-    else:
-        for batch in range(problem.batch_size):
-            sizes = [len(stream.spans[cta_group]) for cta_group in stream.cta_groups_of(batch)]
-            assert max(sizes) - min(sizes) <= 1
 
 
 @settings(deadline=None)  # the model is slow Python

@@ -40,6 +40,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
+@pytest.fixture
+def of_device(gpu: Gpu) -> DeviceScratch:
+    return DeviceScratch(torch.device("cpu"))
+
+
 def spans_of(taken: Scratch) -> list[range]:
     """Addresses of its counters, and of its floats if it has any."""
     assert taken.counters.dtype is torch.int32
@@ -58,8 +63,7 @@ def apart(*taken: Scratch) -> bool:
     return all(one.stop <= following.start for one, following in itertools.pairwise(spans))
 
 
-def test_a_stream_keeps_its_memory(gpu: Gpu) -> None:
-    of_device = DeviceScratch(torch.device("cpu"))
+def test_a_stream_keeps_its_memory(gpu: Gpu, of_device: DeviceScratch) -> None:
     first = of_device.take(10, 500, stream=1)
     assert first.num_counters >= 10
     assert first.num_floats >= 500
@@ -68,14 +72,12 @@ def test_a_stream_keeps_its_memory(gpu: Gpu) -> None:
     assert gpu.waits == 1  # until the zeros are there, for any stream that asks next
 
 
-def test_streams_share_nothing(gpu: Gpu) -> None:
-    of_device = DeviceScratch(torch.device("cpu"))
+def test_streams_share_nothing(gpu: Gpu, of_device: DeviceScratch) -> None:
     assert apart(*(of_device.take(100, 1000, stream) for stream in range(5)))
     assert gpu.waits == 1
 
 
-def test_a_call_that_needs_more_gets_more_for_its_stream(gpu: Gpu) -> None:
-    of_device = DeviceScratch(torch.device("cpu"))
+def test_a_call_that_needs_more_gets_more_for_its_stream(gpu: Gpu, of_device: DeviceScratch) -> None:
     few, many = of_device.take(1, 1, stream=1), of_device.take(3 * OF_STREAM, 1, stream=1)
     assert many.num_counters == 3 * OF_STREAM
     assert apart(few, many)
@@ -88,9 +90,8 @@ def test_a_call_that_needs_more_gets_more_for_its_stream(gpu: Gpu) -> None:
     assert apart(wide, longest)
 
 
-def test_no_stream_keeps_very_much(gpu: Gpu) -> None:
+def test_no_stream_keeps_very_much(gpu: Gpu, of_device: DeviceScratch) -> None:
     """A call that needs more gets its own, and the next one gets the stream's memory again."""
-    of_device = DeviceScratch(torch.device("cpu"))
     before = of_device.take(1, MOST_KEPT, stream=1)
     huge = of_device.take(1, MOST_KEPT + 1, stream=1)
     assert huge.num_floats == MOST_KEPT + 1
@@ -100,9 +101,8 @@ def test_no_stream_keeps_very_much(gpu: Gpu) -> None:
     assert of_others[0].counters_at == of_others[1].counters_at != before.counters_at
 
 
-def test_every_captured_call_has_memory_of_its_own(gpu: Gpu) -> None:
+def test_every_captured_call_has_memory_of_its_own(gpu: Gpu, of_device: DeviceScratch) -> None:
     """A graph keeps it, and may be replayed concurrently with its stream and other graphs."""
-    of_device = DeviceScratch(torch.device("cpu"))
     of_stream = of_device.take(100, 10, stream=1)
     gpu.captures = True
     captured = [of_device.take(100, 10, stream=1) for _ in range(4)]
@@ -112,9 +112,8 @@ def test_every_captured_call_has_memory_of_its_own(gpu: Gpu) -> None:
     assert of_device.take(100, 10, stream=1) is of_stream
 
 
-def test_a_capture_before_any_other_call_waits_for_nothing(gpu: Gpu) -> None:
+def test_a_capture_before_any_other_call_waits_for_nothing(gpu: Gpu, of_device: DeviceScratch) -> None:
     """A stream that is being captured cannot wait: the call gets zeros that its graph writes each time."""
-    of_device = DeviceScratch(torch.device("cpu"))
     gpu.captures = True
     captured = of_device.take(7, 3, stream=1)
     assert captured.num_counters == 7
@@ -123,8 +122,7 @@ def test_a_capture_before_any_other_call_waits_for_nothing(gpu: Gpu) -> None:
     assert apart(captured, of_device.take(7, 3, stream=1))
 
 
-def test_when_no_counters_are_left_a_call_brings_its_own(gpu: Gpu) -> None:
-    of_device = DeviceScratch(torch.device("cpu"))
+def test_when_no_counters_are_left_a_call_brings_its_own(gpu: Gpu, of_device: DeviceScratch) -> None:
     taken = [of_device.take(TOTAL - 5, 0, stream=1)]
     gpu.captures = True
     taken += [of_device.take(count, 0, stream=1) for count in (5, 6, 2 * TOTAL)]

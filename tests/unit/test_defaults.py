@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattention import DenseKVStore, PackedKVStore, fast_attn_func, merge_attn_states
-from unit.functions import CALLS, FunctionCall
+from unit.functions import CALLS, FunctionCall, every_call
 
 DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
 every_default = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -37,7 +37,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 @every_default
 @every_device
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_every_function_gives_the_same_bits(call: FunctionCall, backend: str, device: str, dtype: torch.dtype) -> None:
     tensors, expected_tensors = call.tensors(), call.tensors()

@@ -35,7 +35,6 @@ def test_installation_names_the_minimum_versions_of_pyproject() -> None:
     for requirement in map(Requirement, chain(project["dependencies"], *extras)):
         assert documented[requirement.name] == minimum(requirement), requirement
     cmake = re.search(r"cmake_minimum_required\(VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
-    assert cmake is not None
     assert documented["CMake"] == cmake[1]
     assert documented["transformers"] == OLDEST
 

@@ -119,23 +119,20 @@ def test_an_import_that_points_down_is_allowed(module: str, source: str) -> None
     assert violations(module, source) == []
 
 
-def modules_after(statement: str) -> set[str]:
-    """Modules loaded in a fresh interpreter after `statement`."""
-    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+def modules_after(*statements: str) -> list[set[str]]:
+    """Modules loaded in a fresh interpreter after each statement."""
+    code = "import sys\n" + "".join(f"{statement}\nprint(*sys.modules)\n" for statement in statements)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    return set(result.stdout.split())
+    return [set(line.split()) for line in result.stdout.splitlines()]
 
 
-def test_importing_the_package_loads_only_what_it_needs() -> None:
-    loaded = modules_after("import fastattention")
+def test_the_package_and_a_call_load_only_what_they_need() -> None:
+    call = "fastattention.fast_attn_func(q, q, q, block_mask=torch.ones(1, 1, 1, 1) > 0, backend='sdpa')"
+    loaded, after_a_call = modules_after("import fastattention", f"import torch; q = torch.zeros(1, 1, 1, 8); {call}")
     assert "fastattention.attention.interface" in loaded
     assert not loaded & {"transformers", "matplotlib", "typer", "rich", "click", "flash_attn", "fastattention.cli"}
     assert not [name for name in loaded if re.match(r"fastattention\.backends\.(cpu|sdpa)", name)]
     assert not loaded & {"fastattention.integrations", "fastattention.distributed", "fastattention.offload"}
-
-
-def test_a_call_loads_only_the_backends_it_asks() -> None:
-    call = "q = torch.zeros(1, 1, 1, 8); fastattention.fast_attn_func(q, q, q, backend='sdpa')"
-    loaded = modules_after(f"import torch, fastattention; {call}")
-    assert "fastattention.backends.sdpa.backend" in loaded
-    assert "fastattention.backends.cpu.attention.backend" not in loaded
+    assert "fastattention.backends.sdpa.backend" in after_a_call
+    assert "fastattention.backends.cpu.attention.backend" not in after_a_call
+    assert "torch.nn.attention.flex_attention" not in after_a_call  # to see that the mask is none of its BlockMasks

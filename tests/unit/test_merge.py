@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattention import ArgumentError, fast_attn_func, fast_attn_varlen_func, merge_attn_states
-from unit.refusals import Refusal, assert_refused, refusals
+from unit.refusals import Refusal, assert_refused, refusals, refused
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,20 +121,20 @@ OUT, LSE = torch.zeros(2, 5, 4, 8), torch.zeros(2, 4, 5)
 
 
 @refusals(
-    Refusal("nothing", {"outs": [], "lses": []}, ("outs and lses", "at least 1", "0 and 0")),
-    Refusal("counts", {"outs": [OUT, OUT]}, ("outs and lses must be of one length", "2 and 1")),
-    Refusal("outs_none", {"outs": None}, ("outs must be a sequence of tensors", "None")),
-    Refusal("lses_number", {"lses": torch.tensor(1.0)}, ("lses must be a sequence of tensors, or one with an axis",)),
-    Refusal("out_integers", {"outs": [OUT.int()]}, ("outs[0] must be floating point", "int32")),
-    Refusal("out_list", {"outs": [[1.0]]}, ("outs[0] must be a torch.Tensor", "list")),
-    Refusal("lse_none", {"lses": [None]}, ("lses[0] must be a torch.Tensor", "NoneType")),
-    Refusal("out_rank", {"outs": [OUT[0, 0]]}, ("outs[0] must be (batch_size, seqlen_q, nheads", "(4, 8)")),
-    Refusal("out_shapes", {"outs": [OUT, OUT[:1]], "lses": [LSE, LSE]}, ("outs[1] is (1, 5, 4, 8)", "(2, 5, 4, 8)")),
-    Refusal("out_dtypes", {"outs": [OUT, OUT.half()], "lses": [LSE, LSE]}, ("outs[1] is", "float16", "float32")),
-    Refusal("out_devices", {"outs": [OUT, OUT.to("meta")], "lses": [LSE, LSE]}, ("outs[1] is", "meta", "cpu")),
-    Refusal("lse_shape", {"lses": [LSE.transpose(1, 2)]}, ("lses[0] must be (2, 4, 5) float32", "(2, 5, 4)")),
-    Refusal("lse_dtype", {"lses": [LSE.half()]}, ("lses[0] must be (2, 4, 5) float32", "float16")),
-    Refusal("lse_device", {"lses": [LSE.to("meta")]}, ("lses[0] must be", "on cpu", "on meta")),
+    refused("outs and lses", "at least 1", "0 and 0", outs=[], lses=[]),
+    refused("outs and lses must be of one length", "2 and 1", outs=[OUT, OUT]),
+    refused("outs must be a sequence of tensors", "None", outs=None),
+    refused("lses must be a sequence of tensors, or one with an axis", lses=torch.tensor(1.0)),
+    refused("outs[0] must be floating point", "int32", outs=[OUT.int()]),
+    refused("outs[0] must be a torch.Tensor", "list", outs=[[1.0]]),
+    refused("lses[0] must be a torch.Tensor", "NoneType", lses=[None]),
+    refused("outs[0] must be (batch_size, seqlen_q, nheads", "(4, 8)", outs=[OUT[0, 0]]),
+    refused("outs[1] is (1, 5, 4, 8)", "(2, 5, 4, 8)", outs=[OUT, OUT[:1]], lses=[LSE, LSE]),
+    refused("outs[1] is", "float16", "float32", outs=[OUT, OUT.half()], lses=[LSE, LSE]),
+    refused("outs[1] is", "meta", "cpu", outs=[OUT, OUT.to("meta")], lses=[LSE, LSE]),
+    refused("lses[0] must be (2, 4, 5) float32", "(2, 5, 4)", lses=[LSE.transpose(1, 2)]),
+    refused("lses[0] must be (2, 4, 5) float32", "float16", lses=[LSE.half()]),
+    refused("lses[0] must be", "on cpu", "on meta", lses=[LSE.to("meta")]),
 )
 def test_wrong_parts_are_refused(refusal: Refusal) -> None:
     arguments = {"outs": [OUT], "lses": [LSE]} | refusal.changes

@@ -90,5 +90,4 @@ def test_gradients_arrive_in_the_packed_tensor() -> None:
     (fast_attn_qkvpacked_func(qkv, causal=True) * weights).sum().backward()
     leaves = [x.detach().requires_grad_() for x in qkv.unbind(2)]
     (fast_attn_func(*leaves, causal=True) * weights).sum().backward()
-    assert qkv.grad is not None
     assert torch.equal(qkv.grad, torch.stack([x.grad for x in leaves if x.grad is not None], dim=2))

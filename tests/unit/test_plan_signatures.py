@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from fastattention import (
-    ArgumentError,
-    fast_attn_func,
-    fast_attn_varlen_func,
-    fast_attn_with_kvcache,
-)
+from fastattention import ArgumentError, fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 from unit.plan_calls import (
@@ -23,12 +17,12 @@ from unit.plan_calls import (
     assert_new,
     dense,
     every_function,
-    int32,
     kvcache,
     other_strides,
     unchecked,
     varlen,
 )
+from unit.samples import int32
 
 pytestmark = pytest.mark.usefixtures("no_plans")
 
@@ -71,47 +65,21 @@ def test_another_size_of_blocks_is_another_plan() -> None:
     assert_new(fast_attn_func, dense(block_mask=kept, block_size=192))
 
 
-@pytest.mark.parametrize("changes", (TENSORS | SCALARS).values(), ids=TENSORS | SCALARS)
-@torch.no_grad()
-def test_a_dense_call_that_differs_is_validated(changes: Arguments) -> None:
-    fast_attn_func(**dense())
-    fast_attn_func(**dense(alibi_slopes=torch.ones(8)[::2]))
-    fast_attn_func(**dense(attn_bias=torch.ones(2, 1, 5, 7)))
-    fast_attn_func(**dense(sinks=torch.ones(8)[::2]))
-    fast_attn_func(**dense(block_mask=torch.ones(1, 1, 1, 1) > 0))
-    assert_new(fast_attn_func, dense(**changes))
-
-
 PAGES = {"k": torch.randn(4, 16, 2, 8), "v": torch.randn(4, 16, 2, 8), "block_table": int32(0, 1)[:, None]}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"q": torch.randn(5, 8, 8)},
-        {"k": other_strides(varlen()["k"])},
-        {"cu_seqlens_q": int32(0, 5)},
-        {"cu_seqlens_q": torch.tensor([0, 2, 5])},
-        {"cu_seqlens_k": int32(0, 0, 4, 0, 7)[::2]},
-        {"max_seqlen_q": 4},
-        {"max_seqlen_k": 6},
-        {"max_seqlen_q": 3.0},
-        PAGES,
-        {"causal": True},
-        {"sinks": torch.ones(4)},
-    ],
-    ids=[
-        "q-shape", "k-strides", "batch_size", "int64", "cu_seqlens-strides", "max_seqlen_q", "max_seqlen_k", "float",
-        "pages", "causal", "sinks",
-    ],
-)  # fmt: skip
-@torch.no_grad()
-def test_a_varlen_call_that_differs_is_validated(changes: Arguments) -> None:
-    fast_attn_varlen_func(**varlen())
-    with contextlib.suppress(ArgumentError):  # for a maximum that is no integer, which every call checks
-        assert_new(fast_attn_varlen_func, varlen(**changes))
-        return
-    assert changes == {"max_seqlen_q": 3.0}
+VARLEN_CHANGES: dict[str, Arguments] = {
+    "q-shape": {"q": torch.randn(5, 8, 8)},
+    "k-strides": {"k": other_strides(varlen()["k"])},
+    "batch_size": {"cu_seqlens_q": int32(0, 5)},
+    "int64": {"cu_seqlens_q": torch.tensor([0, 2, 5])},
+    "cu_seqlens-strides": {"cu_seqlens_k": int32(0, 0, 4, 0, 7)[::2]},
+    "max_seqlen_q": {"max_seqlen_q": 4},
+    "max_seqlen_k": {"max_seqlen_k": 6},
+    "pages": PAGES,
+    "causal": {"causal": True},
+    "sinks": {"sinks": torch.ones(4)},
+}
 
 
 @torch.no_grad()
@@ -144,38 +112,58 @@ CACHE_CHANGES: dict[str, Arguments] = {
     "block_table": {"block_table": int32(0, 1)[:, None]},
     "rotary": {name: torch.ones(16, 2) for name in ("rotary_cos", "rotary_sin")},
     "rotary_interleaved": {"rotary_interleaved": False},
-    "rotary_interleaved-type": {"rotary_interleaved": 1.0},
     "num_splits": {"num_splits": 2},
-    "num_splits-type": {"num_splits": 0.0},
     "scales": {name: torch.ones(2, 16, 2) for name in ("k_scale", "v_scale")},
     "causal": {"causal": True},
-    "causal-type": {"causal": 0.0},
 }
 
 
-@pytest.mark.parametrize("changes", CACHE_CHANGES.values(), ids=CACHE_CHANGES)
+# Values of a wrong type: every call reads them, so plans of earlier calls refuse them.
+NO_INTEGERS = {
+    "varlen-max_seqlen_q-type": ("varlen", {"max_seqlen_q": 3.0}),
+    "cache-rotary_interleaved-type": ("kvcache", {"rotary_interleaved": 1.0}),
+    "cache-num_splits-type": ("kvcache", {"num_splits": 0.0}),
+    "cache-causal-type": ("kvcache", {"causal": 0.0}),
+}
+CHANGES = {
+    **{f"dense-{name}": ("dense", changes) for name, changes in (TENSORS | SCALARS).items()},
+    **{f"varlen-{name}": ("varlen", changes) for name, changes in VARLEN_CHANGES.items()},
+    **{f"cache-{name}": ("kvcache", changes) for name, changes in CACHE_CHANGES.items()},
+}
+# Calls that come before, beside one without changes.
+KNOWN: dict[str, list[Arguments]] = {
+    "dense": [
+        {"alibi_slopes": torch.ones(8)[::2]},
+        {"attn_bias": torch.ones(2, 1, 5, 7)},
+        {"sinks": torch.ones(8)[::2]},
+        {"block_mask": torch.ones(1, 1, 1, 1) > 0},
+    ]
+}
+
+
+@pytest.mark.parametrize(("kind", "changes"), (CHANGES | NO_INTEGERS).values(), ids=CHANGES | NO_INTEGERS)
 @torch.no_grad()
-def test_a_call_with_a_cache_that_differs_is_validated(changes: Arguments) -> None:
-    fast_attn_with_kvcache(**kvcache())
-    with contextlib.suppress(ArgumentError):  # for scalars of a wrong type, which every call checks
-        assert_new(fast_attn_with_kvcache, kvcache(**changes))
-        return
-    assert changes in ({"causal": 0.0}, {"rotary_interleaved": 1.0}, {"num_splits": 0.0})
+def test_a_call_that_differs_is_validated(kind: str, changes: Arguments) -> None:
+    function, arguments = FUNCTIONS[kind]
+    for known in ({}, *KNOWN.get(kind, [])):
+        function(**arguments(**known))
+    if (kind, changes) in NO_INTEGERS.values():
+        with unchecked(), pytest.raises((AssertionError, ArgumentError)):
+            function(**arguments(**changes))
+    else:
+        assert_new(function, arguments(**changes))
 
 
 SERVED_DENSE = ["k-strides", "alibi_slopes", "attn_bias-shape", "sinks", "softmax_scale", "causal", "softcap"]
 SERVED_CACHES = ["cache-strides", "new-strides", "one length", "full", "lengths-strides", "cache_batch_idx", "rotary"]
 SERVED_CACHES += ["cache_leftpad", "block_table", "rotary_interleaved", "num_splits", "causal"]
-DIFFERENT = {
-    **{f"dense-{name}": ("dense", (TENSORS | SCALARS)[name]) for name in SERVED_DENSE},
-    **{f"cache-{name}": ("kvcache", CACHE_CHANGES[name]) for name in SERVED_CACHES},
-    "varlen-pages": ("varlen", PAGES),
-}
+SERVED = [f"dense-{name}" for name in SERVED_DENSE] + [f"cache-{name}" for name in SERVED_CACHES] + ["varlen-pages"]
 
 
-@pytest.mark.parametrize(("kind", "changes"), DIFFERENT.values(), ids=DIFFERENT)
+@pytest.mark.parametrize("name", SERVED)
 @torch.no_grad()
-def test_a_call_that_differs_is_right(kind: str, changes: Arguments) -> None:
+def test_a_call_that_differs_is_right(name: str) -> None:
+    kind, changes = CHANGES[name]
     function, arguments = FUNCTIONS[kind]
     function(**arguments())
     given = arguments(**changes)

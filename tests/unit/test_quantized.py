@@ -13,15 +13,9 @@ from fastattention.quantized import LARGEST_STORED, dequantize, quantize
 
 EVERY_DTYPE = pytest.mark.parametrize("cache_dtype", LARGEST_STORED, ids=["int8", "float8"])
 # Every finite value of e4m3: 3 bits after the first, exponents -6 to 8, and subnormal multiples of 2^-9.
-FLOAT8 = sorted(
-    {sign * m * 2.0**-9 for m in range(8) for sign in (1, -1)}
-    | {
-        sign * (8 + m) * 2.0 ** (e - 3)
-        for e, m in itertools.product(range(-6, 9), range(8))
-        for sign in (1, -1)
-        if (e, m) != (8, 7)
-    }
-)
+SUBNORMAL, NORMAL = range(8), [(e, m) for e, m in itertools.product(range(-6, 9), range(8)) if (e, m) != (8, 7)]
+MAGNITUDES = {m * 2.0**-9 for m in SUBNORMAL} | {(8 + m) * 2.0 ** (e - 3) for e, m in NORMAL}
+FLOAT8 = sorted(MAGNITUDES | {-magnitude for magnitude in MAGNITUDES})
 
 
 def nearest(x: float, cache_dtype: torch.dtype) -> float:
@@ -53,14 +47,15 @@ def test_every_number_is_the_nearest_that_can_be_stored(cache_dtype: torch.dtype
 
 
 def test_halves_are_rounded_to_even() -> None:
-    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5])
-    stored, scale = quantize(x, torch.int8)
-    assert stored.tolist() == [127, 0, 2, 2, 0, -2, -126]
-    assert scale == 1.0
-    x = torch.tensor([448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, 432.0])
-    stored, scale = quantize(x, torch.float8_e4m3fn)
-    assert stored.float().tolist() == [448.0, 16.0, 20.0, -16.0, 0.0, 2.0**-8, 448.0]
-    assert scale == 1.0
+    halves = {
+        torch.int8: ([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5], [127, 0, 2, 2, 0, -2, -126]),
+        torch.float8_e4m3fn: (
+            [448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, 432.0], [448.0, 16.0, 20.0, -16.0, 0.0, 2.0**-8, 448.0],
+        ),
+    }  # fmt: skip
+    for cache_dtype, (x, rounded) in halves.items():
+        stored, scale = quantize(torch.tensor(x), cache_dtype)
+        assert (stored.float().tolist(), scale) == (rounded, 1.0)
 
 
 @EVERY_DTYPE

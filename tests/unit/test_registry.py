@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from fastattention import ArgumentError, UnsupportedError, fast_attn_func, merge
 from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.problem import MergeProblem, Problem
 from fastattention.attention.validation import Options, prepare_dense
+from fastattention.backends.ascend import vendor
+from fastattention.backends.ascend.backend import why_not_kernels
+from fastattention.backends.cpu.attention.backend import CpuBackend
+from fastattention.backends.sdpa.backend import SdpaBackend
 from unit.fakes import Absent, Picky, Willing
 
 RegisterBackends = Callable[..., None]
@@ -39,6 +44,17 @@ def test_every_registered_backend_exists_under_its_name(name: str) -> None:
     assert backend is ATTENTION_BACKENDS.get(name)
     if backend.why_unavailable() is None:
         assert "\n" not in backend.describe()
+
+
+@pytest.mark.parametrize(
+    "why_not",
+    [CpuBackend().why_not, SdpaBackend().why_not, why_not_kernels, vendor.why_not],
+    ids=["cpu", "sdpa", "triton", "vendor"],
+)
+def test_an_argument_that_a_backend_does_not_list_is_refused_by_name(why_not: Callable[[Problem], str | None]) -> None:
+    problem = problem_of(16)
+    assert why_not(problem) is None
+    assert "does not serve unknown; leave it out" in (why_not(replace(problem, score_tensors=("unknown",))) or "served")
 
 
 def test_auto_takes_the_first_that_can(only_backends: RegisterBackends) -> None:

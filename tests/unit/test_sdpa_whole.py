@@ -25,33 +25,33 @@ def qkv(
     return q, k, v
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes", "is_whole"),
-    [
-        (FULL, {}, True),
-        (FULL, {"seqlen_k": 29}, True),
-        (FULL, {"nheads_k": 2}, False),  # on a CPU heads are folded
-        (FULL, {"dtype": torch.bfloat16}, True),
-        (FULL, {"dtype": torch.float16}, False),  # a CPU computes in float32
-        (CAUSAL, {}, True),
-        (CAUSAL, {"nheads_k": 2}, True),
-        (CAUSAL, {"seqlen_q": 1, "seqlen_k": 29}, True),  # a single query sees every key
-        (CAUSAL, {"seqlen_q": 5}, False),
-        (CAUSAL, {"seqlen_k": 5}, False),
-        (CAUSAL, {"seqlen_k": 0, "seqlen_q": 0}, False),
-        (Options(window_left=3), {}, False),
-        (Options(window_left=12, window_right=12), {}, True),  # the window hides nothing
-        (Options(softcap=2.0), {}, False),
-        (Options(return_lse=True), {}, False),
-        (Options(softmax_scale=-1.0), {}, False),
-    ],
-)
+WHOLE: list[tuple[Options, dict[str, Any]]] = [
+    (FULL, {}),
+    (FULL, {"seqlen_k": 29}),
+    (FULL, {"dtype": torch.bfloat16}),
+    (CAUSAL, {}),
+    (CAUSAL, {"nheads_k": 2}),
+    (CAUSAL, {"seqlen_q": 1, "seqlen_k": 29}),  # a single query sees every key
+    (Options(window_left=12, window_right=12), {}),  # hides nothing
+]
+PARTS: list[tuple[Options, dict[str, Any]]] = [
+    (FULL, {"nheads_k": 2}),  # of a CPU: heads are folded
+    (FULL, {"dtype": torch.float16}),  # of a CPU: computed in float32
+    (CAUSAL, {"seqlen_q": 5}),
+    (CAUSAL, {"seqlen_k": 5}),
+    (CAUSAL, {"seqlen_k": 0, "seqlen_q": 0}),
+    *((options, {}) for options in (Options(window_left=3), Options(softcap=2.0), Options(return_lse=True))),
+    (Options(softmax_scale=-1.0), {}),
+]
+
+
+@pytest.mark.parametrize(("options", "sizes"), WHOLE + PARTS)
 def test_they_give_what_the_longer_way_does(
-    options: Options, sizes: dict[str, Any], is_whole: bool, monkeypatch: pytest.MonkeyPatch
+    options: Options, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, inputs = prepare_dense(*qkv(**sizes), options)
     given = fused.attend_whole(problem, inputs)
-    assert (given is not None) == is_whole
+    assert (given is not None) == ((options, sizes) in WHOLE)
     out = SdpaBackend().forward(problem, inputs).out
     monkeypatch.setattr(fused, "attend_whole", lambda problem, inputs: None)
     usual = SdpaBackend().forward(problem, inputs).out

@@ -20,10 +20,9 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def test_threads_follow_torch_until_set() -> None:
-    torch.set_num_threads(2)
-    assert get_num_threads() == 2
-    torch.set_num_threads(1)
-    assert get_num_threads() == 1
+    for count in (2, 1):
+        torch.set_num_threads(count)
+        assert get_num_threads() == count
 
 
 def test_a_set_number_stays_whatever_torch_uses() -> None:
@@ -43,21 +42,19 @@ def test_other_numbers_of_threads_are_refused_and_change_nothing(num_threads: An
     assert get_num_threads() == 2
 
 
-VARIABLES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("variable", "read"),
     [("FASTATTENTION_CPU_ISA", environment.cpu_isa), ("FASTATTENTION_CPU_LIBRARY", environment.cpu_library)],
     ids=["isa", "library"],
 )
-
-
-@VARIABLES
-def test_a_variable_is_read_when_asked_for(
+def test_a_variable_is_read_when_asked_for_and_none_if_empty(
     variable: str, read: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(variable, "one")
-    assert read() == "one"
-    monkeypatch.setenv(variable, "two")
-    assert read() == "two"
+    monkeypatch.delenv(variable, raising=False)
+    assert read() is None
+    for value in ("one", "two", ""):
+        monkeypatch.setenv(variable, value)
+        assert read() == (value or None)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +75,3 @@ def test_a_switch_is_on_or_off_and_nothing_else(
         monkeypatch.setenv(variable, value)
         with pytest.raises(ArgumentError, match=rf"{variable}='{value}' must be 1 \(on\) or 0 \(off\)"):
             read()
-
-
-@VARIABLES
-def test_an_unset_or_empty_variable_is_none(
-    variable: str, read: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(variable, raising=False)
-    assert read() is None
-    monkeypatch.setenv(variable, "")
-    assert read() is None

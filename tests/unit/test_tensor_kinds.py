@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from fastattention import DenseKVStore, PackedKVStore, merge_attn_states
 from fastattention.errors import ArgumentError, FastAttentionError, UnsupportedError
-from unit.functions import CALLS, FunctionCall
+from unit.functions import FunctionCall, every_call
 
 Kind = Callable[[Tensor], Tensor]
 
@@ -113,7 +113,7 @@ def values(results: tuple[Tensor, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("kind", SERVED)
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_a_kind_that_is_served_gives_the_same_bits(call: FunctionCall, kind: str, backend: str) -> None:
     expected_tensors = call.tensors()
@@ -130,7 +130,7 @@ def test_a_kind_that_is_served_gives_the_same_bits(call: FunctionCall, kind: str
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_a_kind_that_is_not_served_is_refused(call: FunctionCall, kind: str) -> None:
     for name, tensor in call.tensors().items():
@@ -148,7 +148,7 @@ def test_a_kind_that_is_not_served_is_refused(call: FunctionCall, kind: str) -> 
         assert any(str(refused.value).find(one) >= 0 for one in shown), (name, str(refused.value))
 
 
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_a_view_that_negates_is_read_negated_and_never_written(call: FunctionCall) -> None:
     expected = call.run(call.tensors(), "auto")

@@ -18,7 +18,7 @@ from fastattention import (
     merge_attn_states,
 )
 from fastattention.attention.backend import ATTENTION_BACKENDS
-from unit.functions import CALLS, FunctionCall
+from unit.functions import CALLS, FunctionCall, every_call
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BACKENDS = [
@@ -97,7 +97,7 @@ def test_a_backend_without_derivatives_says_so_within_a_transform() -> None:
         func.grad(squares(lambda q, k, v: fast_attn_func(q, k, v, backend="cpu")))(Q[0], K[0], V[0])
 
 
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_vmap_of_every_function_is_a_loop(call: FunctionCall) -> None:
     """Maps every tensor by itself, then all of them."""
@@ -130,7 +130,7 @@ def test_vmap_refuses_to_append_to_a_cache_that_is_not_mapped() -> None:
         func.vmap(lambda k: fast_attn_with_kvcache(**tensors, **call.scalars, k=k))(k)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 def test_functionalize(call: FunctionCall) -> None:
     if call.differentiable:
         assert_close(func.functionalize(call.run)(call.tensors()), call.run(call.tensors()))
@@ -140,7 +140,7 @@ def test_functionalize(call: FunctionCall) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@every_call
 @torch.no_grad()
 def test_a_trace_computes_the_same_of_other_numbers(call: FunctionCall) -> None:
     """Uses torch.jit.trace, which once recorded uninitialized memory."""

@@ -44,6 +44,13 @@ def program(*lines: str) -> list[Any]:
 EXIT = "EXIT"
 
 
+def run_warps(*ctas: list[list[Any]]) -> Any:
+    """Simulates CTAs, each of them given by the instructions of its warps."""
+    return multiprocessor.Multiprocessor(PLAIN).run(
+        [[operation.operations(warp, PLAIN) for warp in cta] for cta in ctas]
+    )
+
+
 def run(*lines: str, warps: int = 1, ctas: int = 1, on: Any = PLAIN) -> Any:
     """Simulates CTAs whose warps all execute these lines."""
     path = operation.operations(program(*lines), on)
@@ -55,45 +62,41 @@ def hmma(number: int) -> list[str]:
     return [f"HMMA.884.F32.F32.STEP{i % 4} R0, R8.ROW, R10.COL, R0; stall=2" for i in range(number)]
 
 
-def test_lone_warp_takes_two_cycles_for_each_step() -> None:
-    outcome = run(*hmma(40), EXIT)
-    assert outcome.cycles == 40 * 2 + 1  # the last of them stalls too, then EXIT issues
-    assert outcome.busy[Unit.TENSOR] == 80
+CHAIN = ["FADD R0, R0, R1; stall=4"] * 50
+USE = "FADD R2, R0, R0; wait_mask=1"
+WIDE_LOAD = "LDG.E.128 R0, [R4]; write_barrier=0 stall=2"
+LATE = PLAIN.queue_length  # entries that are still in a unit's queue when the last instruction has issued
+# (lines of every warp, cycles, and by how many they may differ), warps
+CYCLES: dict[str, tuple[list[str], float, int, int]] = {
+    "a lone warp takes two cycles a step, and EXIT one": ([*hmma(40), EXIT], 81, 0, 1),
+    "schedulers have tensor cores of their own": ([*hmma(40), EXIT], 81, 0, 4),
+    "four warps of a scheduler share its tensor cores": ([*hmma(40), EXIT], 4 * 80, 4, 16),
+    "dependent additions take four cycles": ([*CHAIN, EXIT], 201, 0, 1),
+    "two warps fill each other's stalls": ([*CHAIN, EXIT], 203, 0, 5),
+    "a scheduler issues one a cycle": ([*["FADD R0, R1, R2", "IADD3 R3, R4, R5, RZ"] * 50, EXIT], 101, 1, 1),
+    "a unit takes one every two cycles": ([*["FADD R0, R1, R2"] * 100, EXIT], 200, 1, 1),
+    "a consumer waits for its load": (["LDS R0, [R1]; write_barrier=0 stall=2", USE], PLAIN.shared_latency + 1, 0, 1),
+    "others pass a load": (["LDS R0, [R1]; stall=2", "FADD R2, R3, R3", EXIT], 4, 0, 1),
+    "one scheduler loads every fourth cycle": ([*["LDS R0, [R1]"] * 50, EXIT], 4 * (50 - LATE), 4, 1),
+    "exponentials take eight cycles": ([*["MUFU.EX2 R0, R0"] * 50, EXIT], 8 * (50 - LATE), 8, 1),
+    "local memory hits the L1": (["LDL R0, [R1+0x4]; write_barrier=0 stall=2", USE], PLAIN.l1_latency + 1, 0, 1),
+    "a load takes the L2's latency": ([WIDE_LOAD, USE], PLAIN.l2_latency + 512 / PLAIN.l2_bytes_a_cycle, 4, 1),
+}
+
+
+@pytest.mark.parametrize(("lines", "cycles", "tolerance", "warps"), CYCLES.values(), ids=CYCLES)
+def test_cycles_of(lines: list[str], cycles: float, tolerance: int, warps: int) -> None:
+    assert run(*lines, warps=warps).cycles == pytest.approx(cycles, abs=tolerance)
+
+
+def test_busy_cycles_of_units() -> None:
+    assert run(*hmma(40), EXIT).busy[Unit.TENSOR] == 80
+    assert run(*["MUFU.EX2 R0, R0"] * 50, EXIT).busy[Unit.SPECIAL] == 400
 
 
 def test_measured_interval_of_m8n8k4_is_kept_on_average() -> None:
     outcome = run(*hmma(400), EXIT, on=replace(PLAIN, tensor_interval=8.38 / 4))
     assert outcome.cycles == pytest.approx(100 * 8.38, abs=2)
-
-
-def test_warps_of_one_scheduler_share_its_tensor_cores() -> None:
-    """Warps 0, 4, 8 and 12 of a CTA are one scheduler's; 4 of 16 warps each have all of a scheduler's cycles."""
-    assert run(*hmma(40), EXIT, warps=4).cycles == 81
-    shared = run(*hmma(40), EXIT, warps=16)
-    assert shared.cycles == pytest.approx(4 * 80, abs=4)
-
-
-def test_two_warps_fill_each_others_stalls() -> None:
-    """Four cycles between dependent additions, two of them with a busy unit: two warps go one just after the other."""
-    chain = ["FADD R0, R0, R1; stall=4"] * 50
-    assert run(*chain, EXIT).cycles == 201
-    assert run(*chain, EXIT, warps=5).cycles == 203
-
-
-def test_scheduler_issues_one_instruction_a_cycle() -> None:
-    """Additions and comparisons have units of their own: together one a cycle, though each unit takes one every two."""
-    assert run(*["FADD R0, R1, R2", "IADD3 R3, R4, R5, RZ"] * 50, EXIT).cycles == pytest.approx(101, abs=1)
-    assert run(*["FADD R0, R1, R2"] * 100, EXIT).cycles == pytest.approx(200, abs=1)
-
-
-def test_scoreboard_holds_the_consumer_until_the_load_is_there() -> None:
-    load, use = "LDS R0, [R1]; write_barrier=0 stall=2", "FADD R2, R0, R0; wait_mask=1"
-    assert run(load, use).cycles == PLAIN.shared_latency + 1
-
-
-def test_instruction_that_does_not_wait_passes_a_load() -> None:
-    outcome = run("LDS R0, [R1]; stall=2", "FADD R2, R3, R3", EXIT)
-    assert outcome.cycles == 4
 
 
 @pytest.mark.parametrize(("suffix", "wavefronts"), [("", 1), (".64", 2), (".128", 4)])
@@ -107,24 +110,11 @@ def test_shared_memory_gives_128_bytes_a_cycle(suffix: str, wavefronts: int) -> 
     assert served - waiting - 4 <= outcome.cycles <= served + 8
 
 
-def test_one_scheduler_alone_loads_every_fourth_cycle() -> None:
-    outcome = run(*["LDS R0, [R1]"] * 50, EXIT)
-    assert outcome.cycles == pytest.approx(4 * (50 - PLAIN.queue_length), abs=4)
-
-
-def test_exponentials_take_eight_cycles_each() -> None:
-    outcome = run(*["MUFU.EX2 R0, R0"] * 50, EXIT)
-    assert outcome.cycles == pytest.approx(8 * (50 - PLAIN.queue_length), abs=8)
-    assert outcome.busy[Unit.SPECIAL] == 400
-
-
 def test_barrier_lets_warps_go_on_when_the_last_has_come() -> None:
     """Warp 1 comes 100 cycles later."""
     early = program("BAR.SYNC 0x0; stall=5", "FADD R0, R0, R0", EXIT)
     late = program(*["FADD R0, R0, R0; stall=10"] * 10, "BAR.SYNC 0x0; stall=5", "FADD R0, R0, R0", EXIT)
-    warps = [operation.operations(path, PLAIN) for path in (early, late)]
-    outcome = multiprocessor.Multiprocessor(PLAIN).run([warps])
-    assert outcome.cycles == 100 + PLAIN.barrier_latency + 2  # the addition, and EXIT
+    assert run_warps([early, late]).cycles == 100 + PLAIN.barrier_latency + 2  # the addition, and EXIT
 
 
 def test_barriers_of_ctas_do_not_know_each_other() -> None:
@@ -135,9 +125,8 @@ def test_barriers_of_ctas_do_not_know_each_other() -> None:
 def test_barrier_waits_for_arrivals_not_for_loads() -> None:
     """Warp 1 waits for its load after the barrier; warp 0, which has none, does not."""
     plain = program("BAR.SYNC 0x0; stall=5", *["FADD R0, R0, R0; stall=4"] * 10, EXIT)
-    loads = program("LDG.E R0, [R2]; write_barrier=0 stall=2", "BAR.SYNC 0x0; stall=5", "FADD R0, R0, R0; wait_mask=1")
-    warps = [operation.operations(path, PLAIN) for path in (plain, loads)]
-    outcome = multiprocessor.Multiprocessor(PLAIN).run([warps])
+    loads = program("LDG.E R0, [R2]; write_barrier=0 stall=2", "BAR.SYNC 0x0; stall=5", USE)
+    outcome = run_warps([plain, loads])
     assert outcome.cycles == pytest.approx(PLAIN.l2_latency + 128 / PLAIN.l2_bytes_a_cycle, abs=4)
     assert outcome.lost["barrier"] == pytest.approx(PLAIN.barrier_latency, abs=3)  # warp 0; warp 1 waits for its load
 
@@ -147,45 +136,33 @@ def test_opening_barrier_wakes_a_scheduler_that_waits_for_something_else() -> No
     work = ["FADD R0, R0, R0; stall=4"] * 50
     early = program("BAR.SYNC 0x0; stall=5", *work, "BAR.SYNC 0x0; stall=5", EXIT)
     late = program("FADD R0, R0, R0; stall=15", "BAR.SYNC 0x0; stall=5", "BAR.SYNC 0x0; stall=5", EXIT)
-    load = program("LDG.E R0, [R2]; write_barrier=0 stall=2", "FADD R0, R0, R0; wait_mask=1", EXIT)
-    first, second = ([operation.operations(path, PLAIN) for path in cta] for cta in ((early, late), (load,)))
-    outcome = multiprocessor.Multiprocessor(PLAIN).run([first, second])
+    load = program("LDG.E R0, [R2]; write_barrier=0 stall=2", USE, EXIT)
+    outcome = run_warps([early, late], [load])
     assert outcome.cycles == pytest.approx(15 + PLAIN.barrier_latency + 200 + PLAIN.barrier_latency, abs=8)
 
 
 def test_warps_that_have_ended_are_not_waited_for() -> None:
     short, long = program(EXIT), program("FADD R0, R0, R0; stall=9", "BAR.SYNC 0x0; stall=5", EXIT)
-    warps = [operation.operations(path, PLAIN) for path in (short, long)]
-    assert multiprocessor.Multiprocessor(PLAIN).run([warps]).cycles == 9 + PLAIN.barrier_latency + 1
+    assert run_warps([short, long]).cycles == 9 + PLAIN.barrier_latency + 1
 
 
-def test_global_loads_wait_for_latency_and_for_their_share_of_the_second_level_cache() -> None:
-    load, use = "LDG.E.128 R0, [R4]; write_barrier=0", "FADD R2, R0, R0; wait_mask=1"
-    one = run(load + " stall=2", use).cycles
-    assert one == pytest.approx(PLAIN.l2_latency + 512 / PLAIN.l2_bytes_a_cycle, abs=4)
-    many = run(*[load] * 100, "NOP; stall=2", use)
+def test_loads_share_the_bandwidth_of_the_second_level_cache() -> None:
+    many = run(*[WIDE_LOAD.replace(" stall=2", "")] * 100, "NOP; stall=2", USE)
     assert many.global_bytes == 100 * 512
     assert many.cycles == pytest.approx(PLAIN.l2_latency + 100 * 512 / PLAIN.l2_bytes_a_cycle, rel=0.02)
 
 
-def test_local_memory_hits_the_first_level_cache() -> None:
-    outcome = run("LDL R0, [R1+0x4]; write_barrier=0 stall=2", "FADD R2, R0, R0; wait_mask=1")
-    assert outcome.cycles == PLAIN.l1_latency + 1
-    assert outcome.global_bytes == 0
-
-
 def test_share_of_loads_that_hit_the_first_level_cache() -> None:
-    load, use = "LDG.E.128 R0, [R4]; write_barrier=0 stall=2", "FADD R2, R0, R0; wait_mask=1"
-    half, all_of_it = (run(load, use, on=replace(PLAIN, l1_share=share)) for share in (0.5, 1.0))
+    assert run("LDL R0, [R1+0x4]; write_barrier=0 stall=2", USE).global_bytes == 0
+    half, all_of_it = (run(WIDE_LOAD, USE, on=replace(PLAIN, l1_share=share)) for share in (0.5, 1.0))
     assert (half.global_bytes, all_of_it.global_bytes) == (256, 0)
     assert all_of_it.cycles == pytest.approx(PLAIN.l1_latency + 4, abs=1)  # and four wavefronts
     assert run("STG.E.128 [R4], R0", EXIT, on=replace(PLAIN, l1_share=1.0)).global_bytes == 512
 
 
 def test_load_that_is_switched_off_takes_an_issue_slot_and_no_more() -> None:
-    load, use, leave = program("LDG.E.128 R0, [R4]; write_barrier=0 stall=2", "FADD R2, R0, R0; wait_mask=1", EXIT)
-    path = operation.operations([load.switched_off(), use, leave], PLAIN)
-    outcome = multiprocessor.Multiprocessor(PLAIN).run([[path]])
+    load, use, leave = program(WIDE_LOAD, USE, EXIT)
+    outcome = run_warps([[load.switched_off(), use, leave]])
     assert (outcome.cycles, outcome.issued, outcome.global_bytes) == (4, 3, 0)
 
 
@@ -199,16 +176,13 @@ def test_straight_code_beyond_the_small_cache_is_bound_by_fetching() -> None:
 
 def test_loop_inside_the_small_cache_is_fetched_once() -> None:
     body = program(*["FADD R0, R1, R2; stall=2"] * 80)
-    path = operation.operations([*body * 10, *program(EXIT)], PLAIN)
-    outcome = multiprocessor.Multiprocessor(PLAIN).run([[path]])
-    assert outcome.lines_fetched <= 10 + PLAIN.prefetch_lines
+    assert run_warps([[*body * 10, *program(EXIT)]]).lines_fetched <= 10 + PLAIN.prefetch_lines
 
 
 def test_loop_that_exceeds_the_small_cache_is_fetched_every_time() -> None:
     lines = PLAIN.l0_bytes // PLAIN.line_bytes * 2
     body = program(*["FADD R0, R1, R2; stall=2"] * (lines * PLAIN.line_bytes // sass.INSTRUCTION_BYTES))
-    path = operation.operations([*body * 3, *program(EXIT)], PLAIN)
-    assert multiprocessor.Multiprocessor(PLAIN).run([[path]]).lines_fetched >= 3 * lines
+    assert run_warps([[*body * 3, *program(EXIT)]]).lines_fetched >= 3 * lines
 
 
 def test_idle_tensor_cycles_are_blamed_on_what_is_waited_for() -> None:
@@ -226,19 +200,20 @@ SHAPE = launch.Launch(tile_m=64, tile_n=64, num_warps=4, registers=128, shared_b
 
 
 @pytest.mark.parametrize(
-    ("changes", "residents"),
+    ("registers", "shared_bytes", "num_warps", "residents"),
     [
-        ({}, 4),  # 128 registers x 128 threads x 4 = 65536
-        ({"registers": 168}, 3),
-        ({"registers": 129}, 3),  # registers come in 8 a thread: 136
-        ({"registers": 255}, 2),
-        ({"registers": 32}, 6),  # shared memory: 6 x 16 KB
-        ({"registers": 32, "shared_bytes": 49152}, 2),
-        ({"registers": 32, "shared_bytes": 0, "num_warps": 16}, 4),  # 64 warps
+        (128, 16384, 4, 4),  # 128 registers x 128 threads x 4 = 65536
+        (168, 16384, 4, 3),
+        (129, 16384, 4, 3),  # registers come in 8 a thread: 136
+        (255, 16384, 4, 2),
+        (32, 16384, 4, 6),  # shared memory: 6 x 16 KB
+        (32, 49152, 4, 2),
+        (32, 0, 16, 4),  # 64 warps
     ],
 )
-def test_resident_ctas(changes: dict[str, int], residents: int) -> None:
-    assert replace(SHAPE, **changes).residents(chip.V100) == residents
+def test_resident_ctas(registers: int, shared_bytes: int, num_warps: int, residents: int) -> None:
+    shape = replace(SHAPE, registers=registers, shared_bytes=shared_bytes, num_warps=num_warps)
+    assert shape.residents(chip.V100) == residents
 
 
 def test_cta_that_fits_no_sm_is_refused() -> None:
@@ -275,22 +250,17 @@ def test_useful_flops_count_the_triangle_once() -> None:
 
 
 def test_waves_and_their_tail() -> None:
-    """Two SMs, one CTA each at a time, 10 cycles a CTA: five CTAs take three waves."""
+    """Two SMs, one CTA each at a time, 10 cycles a CTA: five CTAs take three waves. Long CTAs come first."""
     pace = [grid.Pace(overhead=2.0, tile=1.0)]
     assert grid.grid_cycles([8] * 4, 2, pace) == pytest.approx(20)
     assert grid.grid_cycles([8] * 5, 2, pace) == pytest.approx(30)
+    assert grid.grid_cycles([20, 3, 2, 1], 2, pace) < grid.grid_cycles([1, 2, 3, 20], 2, pace)
 
 
 def test_ctas_that_are_left_go_to_different_sms_and_run_faster_alone() -> None:
     """Two SMs have room for two CTAs each: six CTAs are a full wave, then one CTA alone on each SM."""
     paces = [grid.Pace(overhead=1.0, tile=1.0), grid.Pace(overhead=1.0, tile=1.5)]
     assert grid.grid_cycles([10] * 6, 2, paces) == pytest.approx((1 + 15) + (1 + 10), abs=1)
-
-
-def test_long_ctas_last_leave_sms_idle() -> None:
-    pace = [grid.Pace(overhead=1.0, tile=1.0)]
-    lengths = [1, 2, 3, 20]
-    assert grid.grid_cycles(reversed(lengths), 2, pace) < grid.grid_cycles(lengths, 2, pace)
 
 
 def attention_like(tile: list[str]) -> Any:
@@ -300,9 +270,9 @@ def attention_like(tile: list[str]) -> Any:
 
 
 def test_tensor_bound_kernel_reaches_the_peak_of_the_chip() -> None:
-    """64 x 64 x 64 twice for four warps is 256 steps each: 512 cycles of all tensor cores."""
-    model = predict.Model(attention_like(hmma(512)), replace(SHAPE, num_warps=4), chip=PLAIN)
-    prediction = model.predict(launch.Problem(seqlen=16384, batch_size=4, nheads=32, headdim=64, causal=False))
+    """64 x 64 x 16 twice for four warps is 64 steps each: 128 cycles of all tensor cores."""
+    model = predict.Model(attention_like(hmma(128)), SHAPE, chip=PLAIN)
+    prediction = model.predict(launch.Problem(seqlen=16384, batch_size=4, nheads=32, headdim=16, causal=False))
     peak = 80 * 1530e6 * 4 * 128 * 2 * 1e-12
     assert prediction.residents == 4
     assert prediction.tflops == pytest.approx(peak, rel=0.02)

@@ -53,16 +53,13 @@ def test_control_codes_and_resources() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damaged", "message"),
-    [
-        (LISTING.replace("code for sm_70", "code for sm_80"), "sm_80"),
-        (LISTING.replace("/* 0x000fea0003800000 */", ""), "no second word after"),
-    ],
+    ("text", "damage", "message"),
+    [("code for sm_70", "code for sm_80", "sm_80"), ("/* 0x000fea0003800000 */", "", "no second word after")],
     ids=["another GPU", "one word"],
 )
-def test_what_has_no_such_control_codes_is_refused(damaged: str, message: str) -> None:
+def test_what_has_no_such_control_codes_is_refused(text: str, damage: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sass.parse(damaged)
+        sass.parse(LISTING.replace(text, damage))
 
 
 def assembled(code: str) -> Any:
@@ -106,9 +103,9 @@ done:   EXIT | 5
 """
 
 
-def at(*labels: str) -> list[int]:
-    """Addresses of labels in KERNEL."""
-    names = [line.partition(":")[0] if ":" in line else "" for line in KERNEL.strip().splitlines()]
+def at(*labels: str, code: str = KERNEL) -> list[int]:
+    """Addresses of labels."""
+    names = [line.partition(":")[0] if ":" in line else "" for line in code.strip().splitlines()]
     return [16 * names.index(label) for label in labels]
 
 
@@ -117,8 +114,8 @@ def _kernel() -> Any:
     return assembled(KERNEL)
 
 
-def names(path: list[Any]) -> list[str]:
-    return [instruction.name for instruction in path]
+def names(path: list[Any]) -> str:
+    return " ".join(instruction.name for instruction in path)
 
 
 def test_blocks_end_at_branches_and_begin_where_they_lead(kernel: Any) -> None:
@@ -176,7 +173,7 @@ row:    STG.E.128.SYS [R2], R4 | 2
 
 def test_loop_over_tiles_is_found_inside_one_over_heads() -> None:
     function = assembled(HEADS)
-    assert names(flow.steady_path(flow.tile_loop(function), {})) == ["LDS", "HMMA", "HMMA", "BRA"]
+    assert names(flow.steady_path(flow.tile_loop(function), {})) == "LDS HMMA HMMA BRA"
     assert flow.tile_loop(assembled(KERNEL)) == flow.main_loop(assembled(KERNEL))
 
 
@@ -184,14 +181,12 @@ def test_only_loops_after_the_main_one_store_results() -> None:
     function = assembled(HEADS)
     assert [loop.header for loop in flow.loops_after(function, flow.main_loop(function))] == [9 * 16]
     code = HEADS.replace("zeros:  ", "        @P5 BRA head | 5\nzeros:  ").replace("@P1 BRA head", "MOV R1, RZ")
-    assert names(paths.find_paths(assembled(code), 48).epilogue) == ["MOV", *["STG", "BRA"] * 3, "EXIT"]
+    assert names(paths.find_paths(assembled(code), 48).epilogue) == f"MOV{3 * ' STG BRA'} EXIT"
 
 
 def test_steady_path_is_that_of_most_tiles(kernel: Any) -> None:
     path = flow.steady_path(flow.main_loop(kernel), dict.fromkeys(at("inner"), 3))
-    product = ["HMMA", "HMMA", "BRA"]
-    softmax = ["MUFU", "BRA", "HMMA", "SHFL", "BRA"]
-    assert names(path) == ["LDS", *3 * product, "BRA", *softmax, "LDG", "STS", "BRA"]
+    assert names(path) == f"LDS{3 * ' HMMA HMMA BRA'} BRA MUFU BRA HMMA SHFL BRA LDG STS BRA"
 
 
 def test_steady_path_through_and_around_blocks(kernel: Any) -> None:
@@ -212,8 +207,8 @@ def test_how_often_products_run_must_be_said(kernel: Any) -> None:
 
 def test_before_and_after_the_loop(kernel: Any) -> None:
     loop = flow.main_loop(kernel)
-    assert names(flow.prologue(kernel, loop)) == ["MOV", "BRA"]  # the shortest path
-    assert names(flow.epilogue(kernel, loop)) == ["BRA", "STG", "EXIT"]  # the path that stores
+    assert names(flow.prologue(kernel, loop)) == "MOV BRA"  # the shortest path
+    assert names(flow.epilogue(kernel, loop)) == "BRA STG EXIT"  # the path that stores
 
 
 MANY_SCORES = "\n".join(["FSEL R8, R8, -INF , !P3 | 2"] * 8)
@@ -242,22 +237,21 @@ row:    STG.E.128.SYS [R2], R4 | 2
 
 def test_ways_around_a_loop_with_code_for_full_tiles() -> None:
     tiles = paths.find_tiles(assembled(TWO_PIECES))
-    assert names(tiles[TileKind.FULL]) == ["MOV", "BRA", "HMMA", "HMMA", "BRA", "BRA"]
-    asking = ["MOV", "BRA", "BRA", "HMMA", "BRA"]
-    assert names(tiles[TileKind.TESTED]) == [*asking, "HMMA", "MUFU", "BRA"]
-    assert names(tiles[TileKind.MASKED]) == [*asking, *["FSEL"] * 8, "HMMA", "MUFU", "BRA"]
-    assert names(tiles[TileKind.SKIPPED]) == ["MOV", "BRA", "BRA", "BRA"]
+    assert names(tiles[TileKind.FULL]) == "MOV BRA HMMA HMMA BRA BRA"
+    assert names(tiles[TileKind.TESTED]) == "MOV BRA BRA HMMA BRA HMMA MUFU BRA"
+    assert names(tiles[TileKind.MASKED]) == f"MOV BRA BRA HMMA BRA{8 * ' FSEL'} HMMA MUFU BRA"
+    assert names(tiles[TileKind.SKIPPED]) == "MOV BRA BRA BRA"
 
 
 def test_code_that_asks_of_every_tile_is_that_of_full_ones() -> None:
     tiles = paths.find_tiles(assembled(TWO_PIECES.replace(FULL_PIECE, "")))
-    assert names(tiles[TileKind.FULL]) == ["MOV", "BRA", "HMMA", "BRA", "HMMA", "MUFU", "BRA"]
+    assert names(tiles[TileKind.FULL]) == "MOV BRA HMMA BRA HMMA MUFU BRA"
     assert tiles[TileKind.TESTED] == tiles[TileKind.FULL]
 
 
 def test_storing_loop_runs_until_all_results_are_stored() -> None:
     function = assembled(TWO_PIECES)
-    assert names(paths.find_paths(function, 96).epilogue) == ["STG", "STG", "BRA"] * 3 + ["EXIT"]
+    assert names(paths.find_paths(function, 96).epilogue) == f"{3 * 'STG STG BRA '}EXIT"
     with pytest.raises(ValueError, match="stores 32 bytes a trip, no divisor of 80"):
         paths.find_paths(function, 80)
 
@@ -303,13 +297,23 @@ def test_products_that_overlap_are_not_told_apart() -> None:
     assert tile.rest == tile.whole
 
 
-@pytest.mark.parametrize(
-    ("headdim", "name", "products"),
-    [(64, "64x64_rf", [2, 2]), (72, "32x128_rf", [3, 4]), (128, "32x128_rf", [4, 4]), (256, "32x128_gmem", [8, 4, 2])],
-)
-def test_pytorchs_kernel_for_a_headdim(headdim: int, name: str, products: list[int]) -> None:
-    kernel = peer.serving(headdim)
-    assert kernel.name == f"fmha_cutlassF_f16_aligned_{name}_sm70"
+FORWARD = "fmha_cutlassF_f16_aligned_{}_sm70"
+BACKWARD_OF_PYTORCH = "fmha_cutlassB_f16_aligned_{}_seqaligned_sm70"
+SERVED: list[tuple[Any, str, int, str, list[int]]] = [
+    (peer, FORWARD, 64, "64x64_rf", [2, 2]),
+    (peer, FORWARD, 72, "32x128_rf", [3, 4]),
+    (peer, FORWARD, 128, "32x128_rf", [4, 4]),
+    (peer, FORWARD, 256, "32x128_gmem", [8, 4, 2]),
+    (peer_backward, BACKWARD_OF_PYTORCH, 64, "64x64_k64", [2, 2, 2, 2, 2]),
+    (peer_backward, BACKWARD_OF_PYTORCH, 72, "128x64_k128", [3, 3, 4, 4, 2, 2]),
+    (peer_backward, BACKWARD_OF_PYTORCH, 128, "128x64_k128", [4, 4, 4, 4, 2, 2]),
+]
+
+
+@pytest.mark.parametrize(("module", "title", "headdim", "name", "products"), SERVED)
+def test_pytorchs_kernel_for_a_headdim(module: Any, title: str, headdim: int, name: str, products: list[int]) -> None:
+    kernel = module.serving(headdim)
+    assert kernel.name == title.format(name)
     assert list(kernel.trips(headdim).values()) == products
 
 
@@ -345,20 +349,6 @@ def test_prefetch_that_is_not_where_it_was_read_is_reported() -> None:
         peer.serving(64).without_last_prefetches([], 64)
 
 
-@pytest.mark.parametrize(
-    ("headdim", "name", "products"),
-    [
-        (64, "64x64_k64", [2, 2, 2, 2, 2]),
-        (72, "128x64_k128", [3, 3, 4, 4, 2, 2]),
-        (128, "128x64_k128", [4, 4, 4, 4, 2, 2]),
-    ],
-)
-def test_pytorchs_backward_for_a_headdim(headdim: int, name: str, products: list[int]) -> None:
-    kernel = peer_backward.serving(headdim)
-    assert kernel.name == f"fmha_cutlassB_f16_aligned_{name}_seqaligned_sm70"
-    assert list(kernel.trips(headdim).values()) == products
-
-
 # A loop over tiles of queries with five products in loops of their own; the loop of dq is inside one over columns,
 # after a lock.
 PEER = f"""
@@ -392,46 +382,23 @@ dsq:    {PV} | 2
 
 def peer_kernel(**changes: Any) -> Any:
     """The description of PEER."""
-    lines = [line.partition(":")[0] if ":" in line else "" for line in PEER.strip().splitlines()]
-    at = {label: 16 * number for number, label in enumerate(lines) if label}
+    labels = ("qk", "dov", "pdo", "dsq", "dsk", "column", "delta", "lock", "bias", "causal")
+    qk, dov, pdo, dsq, dsk, column, delta, lock, bias, causal = at(*labels, code=PEER)
     fields: dict[str, Any] = {
-        "name": "kernel",
-        "file": "peer.cubin",
-        "tile_m": 64,
-        "tile_n": 32,
-        "max_headdim": 64,
-        "num_warps": 2,
-        "registers": 128,
-        "shared_bytes": 1024,
-        "over_columns": (at["qk"], at["dov"]),
-        "over_queries": (at["pdo"], at["dsq"]),
-        "over_keys": at["dsk"],
-        "dq_loop": at["column"],
-        "delta_loop": at["delta"],
-        "through": frozenset({at["lock"]}),
-        "around": frozenset({at["bias"]}),
-        "causal_mask": at["causal"],
-    }
+        "name": "kernel", "file": "peer.cubin", "tile_m": 64, "tile_n": 32, "max_headdim": 64, "num_warps": 2,
+        "registers": 128, "shared_bytes": 1024, "over_columns": (qk, dov), "over_queries": (pdo, dsq),
+        "over_keys": dsk, "dq_loop": column, "delta_loop": delta, "through": frozenset({lock}),
+        "around": frozenset({bias}), "causal_mask": causal,
+    }  # fmt: skip
     return peer_backward.BackwardPeer(**(fields | changes))
 
 
 def test_path_of_pytorchs_backward() -> None:
     path = peer_kernel().path(assembled(PEER), 64)
-    columns = ["BRA", "ATOM", "MOV", "HMMA", "BRA", "STG", "BRA"]
-    twice = ["HMMA", "BRA"] * 2
-    assert names(path) == [
-        "MOV",
-        *["HMMA", "LDG", "BRA"] * 2,
-        "BRA",
-        "BRA",
-        *twice,
-        *twice,
-        *columns * 2,
-        *twice,
-        "BRA",
-    ]
+    columns = " BRA ATOM MOV HMMA BRA STG BRA"
+    assert names(path) == f"MOV{2 * ' HMMA LDG BRA'} BRA BRA{4 * ' HMMA BRA'}{2 * columns}{2 * ' HMMA BRA'} BRA"
     assert [instruction.is_off for instruction in path if instruction.name == "LDG"] == [False, True]
-    assert names(peer_kernel().delta_path(assembled(PEER))) == ["LD", "BRA"]
+    assert names(peer_kernel().delta_path(assembled(PEER))) == "LD BRA"
 
 
 def test_products_of_pytorchs_backward_that_are_elsewhere_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,18 +433,10 @@ def test_cubins_are_taken_out_of_one_wheel(tmp_path: Path, monkeypatch: pytest.M
 def backward_kernel(code: str, **changes: Any) -> Any:
     """A kernel whose warps each take 32 x 8 pairs of heads of 8: 8 HMMA a product."""
     fields: dict[str, Any] = {
-        "title": "kv",
-        "name": "kernel",
-        "headdim": 8,
-        "tile_m": 64,
-        "tile_n": 8,
-        "num_warps": 2,
-        "value_parts": 1,
-        "registers": 100,
-        "shared_bytes": 40 * 1024,
-        "stack_bytes": 0,
+        "title": "kv", "name": "kernel", "headdim": 8, "tile_m": 64, "tile_n": 8, "num_warps": 2, "value_parts": 1,
+        "registers": 100, "shared_bytes": 40 * 1024, "stack_bytes": 0,
         "path": backward.unmasked_path(assembled(code)),
-    }
+    }  # fmt: skip
     return backward.BackwardKernel(**(fields | changes))
 
 
@@ -509,15 +468,10 @@ def test_counts_of_a_backward_are_related_to_five_products() -> None:
 
 
 def test_issue_cycles_of_a_backward_by_what_they_are_for() -> None:
-    cycles = backward_kernel(BACKWARD).cycles_by_kind
-    assert cycles == {
-        "shared memory": 4,
-        "matrix products": 32,
-        "weights and their gradients": 6,
-        "global memory": 2,
-        "barriers": 5,
+    assert backward_kernel(BACKWARD).cycles_by_kind == {
+        "shared memory": 4, "matrix products": 32, "weights and their gradients": 6, "global memory": 2, "barriers": 5,
         backward.OTHERS: 10,
-    }
+    }  # fmt: skip
 
 
 def test_predicted_pace_of_a_backward_is_that_of_its_tensor_cores_at_best() -> None:

@@ -19,10 +19,12 @@ from fastattention.engine.checks import (
     last_axis_contiguous,
     read_flag,
     read_number,
+    spec_of,
 )
 from fastattention.errors import ArgumentError
 
 _FLOAT32 = torch.finfo(torch.float32)  # scores are computed in float32
+SCORE_TENSORS = ("alibi_slopes", "attn_bias", "sinks")  # optional tensors that change scores or weights
 QK_DTYPES = {"int8": torch.int8}  # dtypes in which queries and keys may be multiplied, besides their own
 _QK_DTYPE_NAMES = " or ".join(map(repr, QK_DTYPES))
 
@@ -85,6 +87,9 @@ class KvCacheArguments(NamedTuple):
             self.sinks, None, None, lengths, self.cache_batch_idx, self.cache_leftpad, self.k, self.v, self.rotary_cos,
             self.rotary_sin, self.k_scale, self.v_scale,
         )  # fmt: skip
+
+
+ScoreSpecs = tuple[tuple[str, TensorSpec], ...]
 
 
 class CheckedOptions(NamedTuple):
@@ -194,33 +199,36 @@ def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, k_name: str = "k", v_
         raise ArgumentError(f"nheads={nheads} of q must be a positive multiple of nheads_k={nheads_k} of {k_name}")
 
 
+def score_specs(given: Inputs | KvCacheArguments) -> ScoreSpecs:
+    """Name and spec of each of SCORE_TENSORS that a call has."""
+    tensors = [(name, getattr(given, name)) for name in SCORE_TENSORS]
+    return tuple((name, spec_of(name, tensor)) for name, tensor in tensors if tensor is not None)
+
+
 def check_score_tensors(
-    q: TensorSpec,
-    batch_size: int,
-    nheads: int,
-    alibi_slopes: TensorSpec | None,
-    sinks: TensorSpec | None,
-) -> None:
-    """Checks the per-head tensors that enter the scores."""
-    for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if tensor is None:
+    specs: ScoreSpecs, q: TensorSpec, batch_size: int, bias_shape: tuple[int, ...], bias_axes: str
+) -> tuple[str, ...]:
+    """Checks the tensors of `score_specs`, and returns their names, ready for Problem."""
+    nheads = q.shape[-2]
+    for name, tensor in specs:
+        if name == "attn_bias":
+            _check_bias(tensor, q, bias_shape, bias_axes)
             continue
         if not tensor.dtype.is_floating_point:
             raise ArgumentError(f"{name} must be floating point, got {tensor.dtype}")
         check_device(name, tensor, q)
-    if sinks is not None:
-        check_shape("sinks", sinks, (nheads,), "nheads")
-    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((nheads,), (batch_size, nheads)):
-        raise ArgumentError(
-            f"alibi_slopes must be (nheads,) = ({nheads},) or (batch_size, nheads) = ({batch_size}, {nheads}), "
-            f"got shape {tuple(alibi_slopes.shape)}"
-        )
+        if name != "alibi_slopes":
+            check_shape(name, tensor, (nheads,), "nheads")
+        elif tuple(tensor.shape) not in ((nheads,), (batch_size, nheads)):
+            raise ArgumentError(
+                f"alibi_slopes must be (nheads,) = ({nheads},) or (batch_size, nheads) = ({batch_size}, {nheads}), "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    return tuple(name for name, _ in specs)
 
 
-def check_bias(bias: TensorSpec | None, q: TensorSpec, full_shape: tuple[int, ...], axes: str) -> None:
+def _check_bias(bias: TensorSpec, q: TensorSpec, full_shape: tuple[int, ...], axes: str) -> None:
     """Raises unless `bias` is a float tensor that broadcasts to `full_shape`."""
-    if bias is None:
-        return
     if bias.dtype is not q.dtype and bias.dtype is not torch.float32:
         hint = "; for a bool mask give torch.where(mask, 0.0, -torch.inf)" if bias.dtype is torch.bool else ""
         raise ArgumentError(f"attn_bias must be float32 or the dtype of q ({q.dtype}), got {bias.dtype}{hint}")
@@ -261,5 +269,5 @@ _CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "block_table"), last_axis_contiguous),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "cache_batch_idx"), Tensor.contiguous),
     **dict.fromkeys(("cache_leftpad", "rotary_cos", "rotary_sin"), Tensor.contiguous),
-    **dict.fromkeys(("alibi_slopes", "sinks"), _as_float32),
+    **dict.fromkeys(SCORE_TENSORS, _as_float32),  # attn_bias is expanded instead, and keeps its dtype
 }

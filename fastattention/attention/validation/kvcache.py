@@ -13,11 +13,12 @@ from fastattention.attention.validation import lengths
 from fastattention.attention.validation.common import (
     KvCacheArguments,
     Options,
+    ScoreSpecs,
     as_kernels_read,
-    check_bias,
     check_options,
     check_qkv,
     check_score_tensors,
+    score_specs,
 )
 from fastattention.attention.validation.prefill import PAGED_AXES
 from fastattention.attention.validation.quantized import check_cache_dtype, check_not_expanded, check_scale
@@ -37,7 +38,7 @@ from fastattention.errors import ArgumentError
 
 
 class _Specs(NamedTuple):
-    """Specs of KvCacheArguments; the one of cache_seqlens is None unless it is a tensor."""
+    """Specs of KvCacheArguments, but for SCORE_TENSORS; the one of cache_seqlens is None unless it is a tensor."""
 
     q: TensorSpec
     k_cache: TensorSpec
@@ -50,9 +51,6 @@ class _Specs(NamedTuple):
     cache_batch_idx: TensorSpec | None
     cache_leftpad: TensorSpec | None
     block_table: TensorSpec | None
-    alibi_slopes: TensorSpec | None
-    attn_bias: TensorSpec | None
-    sinks: TensorSpec | None
     k_scale: TensorSpec | None
     v_scale: TensorSpec | None
 
@@ -66,6 +64,7 @@ def prepare_kvcache(arguments: KvCacheArguments, options: Options) -> tuple[Prob
             raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
         problem = _kvcache_problem(
             specs if panels is None else specs._replace(k_cache=panels.k, v_cache=panels.v),
+            score_specs(a),
             options,
             differentiation(**a._asdict()),
         )
@@ -82,7 +81,8 @@ def _specs(a: KvCacheArguments) -> _Specs:
         require_tensors(q=a.q, k_cache=a.k_cache, v_cache=a.v_cache)  # type: ignore[unreachable]
     if not isinstance(a.cache_seqlens, Tensor):
         a = a._replace(cache_seqlens=None)
-    return _Specs(*(None if one is None else spec_of(name, one) for name, one in a._asdict().items()))  # type: ignore[arg-type]
+    tensors = [(name, getattr(a, name)) for name in _Specs._fields]
+    return _Specs(*(None if x is None else spec_of(name, x) for name, x in tensors))  # type: ignore[arg-type]
 
 
 def _check_strides(a: KvCacheArguments) -> None:
@@ -96,15 +96,15 @@ def _check_strides(a: KvCacheArguments) -> None:
 
 # Tensor-parallel calls to caches are not known by a signature.
 @functools.lru_cache(maxsize=4096)
-def _kvcache_problem(s: _Specs, options: Options, wanted: Differentiation) -> Problem:
+def _kvcache_problem(s: _Specs, scores: ScoreSpecs, options: Options, wanted: Differentiation) -> Problem:
     check_rank("q", s.q, "batch_size, seqlen_q, nheads, headdim")
     cache_dtype = _check_caches(s)
     batch_size, seqlen_q, nheads, headdim = s.q.shape
     capacity = _check_cache_indices(s, batch_size)
     seqlen_new = _check_new_tokens(s, batch_size)
     rotary_dim = _check_rotary(s, headdim)
-    check_score_tensors(s.q, batch_size, nheads, s.alibi_slopes, s.sinks)
-    check_bias(s.attn_bias, s.q, (batch_size, nheads, seqlen_q, capacity), "batch_size, nheads, seqlen_q, capacity")
+    bias_shape, bias_axes = (batch_size, nheads, seqlen_q, capacity), "batch_size, nheads, seqlen_q, capacity"
+    score_tensors = check_score_tensors(scores, s.q, batch_size, bias_shape, bias_axes)
     if not 0 <= options.num_splits < 2**31:
         raise ArgumentError(
             f"num_splits={options.num_splits} must be at least 0 (0 lets the backend choose) and below 2^31"
@@ -121,9 +121,7 @@ def _kvcache_problem(s: _Specs, options: Options, wanted: Differentiation) -> Pr
         nheads_k=s.k_cache.shape[2],
         headdim=headdim,
         headdim_v=s.v_cache.shape[3],
-        has_alibi=s.alibi_slopes is not None,
-        has_bias=s.attn_bias is not None,
-        has_sinks=s.sinks is not None,
+        score_tensors=score_tensors,
         **wanted._asdict(),
         page_block_size=None if s.block_table is None else s.k_cache.shape[1],
         panel_size=0 if options.panels is None else options.panels.panel_size,

@@ -12,11 +12,12 @@ from fastattention.attention.validation import lengths
 from fastattention.attention.validation.block_masks import check_block_mask
 from fastattention.attention.validation.common import (
     Options,
+    ScoreSpecs,
     as_kernels_read,
-    check_bias,
     check_options,
     check_qkv,
     check_score_tensors,
+    score_specs,
 )
 from fastattention.engine.checks import (
     Differentiation,
@@ -34,23 +35,10 @@ PAGED_AXES = "num_blocks, page_block_size, nheads_k, headdim"
 
 
 def prepare_dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    *,
-    alibi_slopes: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_seed: Tensor | None = None,
-    block_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, **optional: Tensor | None
 ) -> tuple[Problem, Inputs]:
-    """Problem and Inputs of fast_attn_func."""
-    given = Inputs(
-        q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
-        block_mask=block_mask,
-    )  # fmt: skip
-    return prepare_prefill(given, options)
+    """Problem and Inputs of fast_attn_func; optional: other fields of Inputs."""
+    return prepare_prefill(Inputs(q, k, v, **optional), options)
 
 
 def prepare_varlen(
@@ -62,19 +50,10 @@ def prepare_varlen(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     options: Options,
-    *,
-    block_table: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_seed: Tensor | None = None,
-    block_mask: Tensor | None = None,
+    **optional: Tensor | None,
 ) -> tuple[Problem, Inputs]:
-    """Problem and Inputs of fast_attn_varlen_func."""
-    given = Inputs(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
-        attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed, block_mask=block_mask,
-    )  # fmt: skip
+    """Problem and Inputs of fast_attn_varlen_func; optional: other fields of Inputs."""
+    given = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, **optional)
     return prepare_prefill(given, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
 
 
@@ -90,7 +69,7 @@ def prepare_prefill(given: Inputs, options: Options) -> tuple[Problem, Inputs]:
         if varlen:
             _check_varlen_shapes(specs)
             longest = lengths.check_varlen(given, options)
-        problem = _problem(specs, longest, options, differentiation(**given._asdict()))
+        problem = _problem(specs, score_specs(given), longest, options, differentiation(**given._asdict()))
         return problem, as_kernels_read(problem, given)
     except (RuntimeError, TypeError):
         check_readable(given._asdict())
@@ -104,9 +83,6 @@ class _Specs(NamedTuple):
     cu_seqlens_q: TensorSpec | None
     cu_seqlens_k: TensorSpec | None
     block_table: TensorSpec | None
-    alibi_slopes: TensorSpec | None
-    attn_bias: TensorSpec | None
-    sinks: TensorSpec | None
     block_mask: TensorSpec | None
 
 
@@ -149,7 +125,9 @@ def _check_dense_shapes(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
 
 # Tensor-parallel calls with biases, slopes, sinks or given blocks are not known by a signature.
 @functools.lru_cache(maxsize=4096)
-def _problem(s: _Specs, longest: tuple[int, int] | None, options: Options, wanted: Differentiation) -> Problem:
+def _problem(
+    s: _Specs, scores: ScoreSpecs, longest: tuple[int, int] | None, options: Options, wanted: Differentiation
+) -> Problem:
     """longest: checked maxima of a varlen call; None for a dense one, whose shapes are checked here."""
     q, k, v = s.q, s.k, s.v
     bias_shape: tuple[int, ...]
@@ -165,8 +143,7 @@ def _problem(s: _Specs, longest: tuple[int, int] | None, options: Options, wante
         batch_size, total_q = s.cu_seqlens_q.shape[0] - 1, q.shape[0]
         seqlen_q, seqlen_k = longest
         bias_shape, bias_axes = (nheads, total_q, seqlen_k), "nheads, total_q, max_seqlen_k"
-    check_score_tensors(q, batch_size, nheads, s.alibi_slopes, s.sinks)
-    check_bias(s.attn_bias, q, bias_shape, bias_axes)
+    score_tensors = check_score_tensors(scores, q, batch_size, bias_shape, bias_axes)
     block_size = check_block_mask(s.block_mask, q, nheads, batch_size, (seqlen_q, seqlen_k), options)
     return Problem(
         layout=Layout.DENSE if longest is None else Layout.VARLEN,
@@ -180,9 +157,7 @@ def _problem(s: _Specs, longest: tuple[int, int] | None, options: Options, wante
         nheads_k=k.shape[-2],
         headdim=headdim,
         headdim_v=v.shape[-1],
-        has_alibi=s.alibi_slopes is not None,
-        has_bias=s.attn_bias is not None,
-        has_sinks=s.sinks is not None,
+        score_tensors=score_tensors,
         block_size=block_size,
         **wanted._asdict(),
         page_block_size=None if s.block_table is None else k.shape[1],

@@ -15,6 +15,7 @@ from fastattention import environment
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.chips import Chip, find_chip
+from fastattention.backends.common.arguments import why_not_arguments
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -23,6 +24,11 @@ from fastattention.errors import ArgumentError, UnsupportedError
 if TYPE_CHECKING:
     from fastattention.backends.ascend.call import Launch
     from fastattention.backends.ascend.tiling import Tiling
+
+
+# Not attn_bias: a tile of it would take the Vector units' buffers from the scores. Not qk_dtype: no tiling is made
+# for the Cube's int8 products.
+_SERVED_BY_KERNELS = frozenset({"alibi_slopes", "sinks", "softcap"})
 
 
 class AscendBackend(AttentionBackend):
@@ -178,17 +184,8 @@ def why_not_kernels(problem: Problem) -> str | None:
 
     if problem.needs_grad:
         return "a gradient is needed and the kernels have no backward; use backend='sdpa' or torch.no_grad()"
-    if problem.dropout_p > 0.0:
-        return f"dropout_p={problem.dropout_p} is not served; use dropout_p=0.0 or backend='sdpa'"
-    if problem.has_bias:
-        return (
-            "attn_bias is not served: a tile of it would take the Vector units' buffers from the scores; "
-            "use window_size, alibi_slopes or variable-length sequences where they say the same, or backend='sdpa'"
-        )
-    if problem.block_size is not None:
-        return "block_mask is not served; use window_size where it says the same, or backend='sdpa'"
-    if problem.qk_dtype is not None:
-        return "qk_dtype is not served: no tiling has been made for the Cube's int8 products; leave it out"
+    if (reason := why_not_arguments(problem, "our Triton kernel", _SERVED_BY_KERNELS)) is not None:
+        return reason
     if problem.cache_dtype not in (None, torch.int8):
         return f"a cache in {problem.cache_dtype} is not served, only in int8 and the dtype of q; use backend='sdpa'"
     if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:

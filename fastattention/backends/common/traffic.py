@@ -13,6 +13,8 @@ from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.tile_range import TileRange
 from fastattention.engine.explain import Bytes, Traffic
 
+_SMALL = frozenset({"alibi_slopes", "sinks", "dropout_p", "softcap"})  # arguments that move next to no memory
+
 
 class Extent(NamedTuple):
     """What a Problem does not say about the memory of its call."""
@@ -45,7 +47,7 @@ def is_modelled(problem: Problem) -> bool:
     It is not with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends,
     or with qk_dtype, which writes queries and keys once more.
     """
-    return not (problem.has_bias or problem.block_size or problem.qk_dtype)
+    return _SMALL.issuperset(problem.score_arguments)
 
 
 def traffic_of(

@@ -11,11 +11,15 @@ from torch.autograd import forward_ad
 
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.backends.common.arguments import why_not_arguments
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.sdpa import causal_split, cudnn_prefill, fused, gpu_kernels, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, aligned, join, split
+
+# Not qk_dtype: torch's kernels multiply queries and keys in their own dtype.
+_SERVED = frozenset({"alibi_slopes", "attn_bias", "sinks", "block_mask", "dropout_p", "softcap"})
 
 
 class SdpaBackend(AttentionBackend):
@@ -32,8 +36,8 @@ class SdpaBackend(AttentionBackend):
         """Refuses gradients through an append, caches in panels, and products in int8."""
         if problem.panel_size:
             return REFUSAL
-        if problem.qk_dtype is not None:
-            return "qk_dtype is not served: torch's kernels multiply queries and keys in their own dtype; leave it out"
+        if (reason := why_not_arguments(problem, self.name, _SERVED)) is not None:
+            return reason
         if problem.layout is Layout.KVCACHE and problem.needs_grad:
             return (
                 "fast_attn_with_kvcache has no backward and an argument requires grad; "
@@ -79,7 +83,7 @@ class SdpaBackend(AttentionBackend):
         q = inputs.q if inputs.k_new is None else append_tokens(problem, inputs)
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         by_kernels = by_kernels and fused.can_express(problem)
-        unmasked = by_kernels and not (problem.has_alibi or problem.has_bias or problem.block_size)
+        unmasked = by_kernels and not problem.score_arguments
         seed = inputs.dropout_seed if problem.dropout_p else None
         parts = split(problem, inputs, q, whole_batch=fits or unmasked)
         return join(problem, inputs, [_attend(problem, part, seed, by_kernels) for part in parts])

@@ -39,8 +39,7 @@ def _divide(problem: Problem) -> Division | None:
     divisible = (
         problem.layout is Layout.DENSE
         and problem.is_causal
-        and not (problem.has_bias or problem.has_alibi or problem.has_sinks)  # each part would count a sink
-        and problem.block_size is None
+        and not problem.score_arguments  # each part would count a sink
         and _LEAST_QUERIES <= problem.seqlen_q < problem.seqlen_k
     )
     if not divisible:

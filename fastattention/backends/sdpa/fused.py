@@ -17,11 +17,12 @@ from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_g
 
 # Off the CPU head dimensions are padded to a multiple of this: for others, torch uses a kernel that stores all scores.
 _HEADDIM_MULTIPLE = 8
+_MASKS = frozenset({"alibi_slopes", "attn_bias", "block_mask"})  # arguments that are an attn_mask of torch
 
 
 def can_express(problem: Problem) -> bool:
     """True when scaled_dot_product_attention computes everything this call asks for."""
-    scores_only = not (problem.softcap or problem.has_sinks or problem.dropout_p or problem.return_lse)
+    scores_only = _MASKS.issuperset(problem.score_arguments) and not problem.return_lse
     # Some of torch's kernels mask scores before scaling: with a scale that is not positive, hidden keys would count.
     scale_fits = problem.softmax_scale > 0.0
     # Off the CPU torch's fused backward adds in any order; the backward of the math path does not.
@@ -75,7 +76,7 @@ def _is_one_call(problem: Problem) -> bool:
         and problem.headdim == problem.headdim_v
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.nheads, problem.headdim) > 0
         and can_express(problem)
-        and not (problem.has_alibi or problem.has_bias or problem.block_size)
+        and not problem.score_arguments
         and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q == problem.seqlen_k))
     )
 

@@ -35,7 +35,7 @@ def computes(problem: Problem) -> bool:
         problem.layout is Layout.DENSE
         and _could_take(problem)
         and problem.softmax_scale > 0.0
-        and _is_plain(problem)
+        and not (problem.score_arguments or problem.needs_grad)
         and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q <= problem.seqlen_k))
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
     )
@@ -137,18 +137,6 @@ def _is_lower_right(problem: Problem) -> bool:
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _is_plain(problem: Problem) -> bool:
-    return not (
-        problem.softcap
-        or problem.has_sinks
-        or problem.has_alibi
-        or problem.has_bias
-        or problem.block_size
-        or problem.dropout_p
-        or problem.needs_grad
-    )
 
 
 def _sees_everything(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conformance.cases import CASES
-from tiers import covering_promises, tier_of
+from tiers import covering, tier_of
 
 from fastattention.backends.ascend import vendor
 from fastattention.testing.calls import problem_of
@@ -77,6 +77,6 @@ def runs(*dtypes: torch.dtype) -> list[tuple[Case, torch.dtype]]:
 
 def parametrize(metafunc: pytest.Metafunc, runs: Sequence[tuple[Case, torch.dtype]]) -> None:
     """Gives a test its `case` and `dtype`."""
-    chosen = covering_promises(tier_of(metafunc.config), runs)
+    chosen = covering(tier_of(metafunc.config), runs)
     ids = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for case, dtype in chosen]
     metafunc.parametrize(("case", "dtype"), chosen, ids=ids)

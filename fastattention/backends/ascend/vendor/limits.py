@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from fastattention.attention.problem import Layout, Problem
+from fastattention.backends.common.arguments import why_not_arguments
 from fastattention.backends.common.gradients import why_not_backward
 
 MAX_HEADS = 256  # [T], [I]: query heads
@@ -57,18 +58,11 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_not_features(problem: Problem) -> str | None:
-    """Features that no operator has, or that it has with another meaning."""
-    refused = {
-        f"dropout_p={problem.dropout_p}": problem.dropout_p != 0.0,
-        # pse and pse_shift hold these as seqlen_q x seqlen_k values in the dtype of q: neither small nor exact.
-        "attn_bias": problem.has_bias,
-        "alibi_slopes": problem.has_alibi,
-        "block_mask": problem.block_size is not None,
-        "qk_dtype": problem.qk_dtype is not None,
-        f"softcap={problem.softcap}": problem.softcap != 0.0,
-    }
-    given = [name for name, is_given in refused.items() if is_given]
-    return f"the operators of torch_npu do not serve {' and '.join(given)}" if given else None
+    """Features that no operator has, or that it has with another meaning.
+
+    pse and pse_shift hold biases and slopes as seqlen_q x seqlen_k values in the dtype of q: neither small nor exact.
+    """
+    return why_not_arguments(problem, "torch_npu", {"sinks"})
 
 
 def _why_not_gradients(problem: Problem) -> str | None:
@@ -86,7 +80,7 @@ def _why_not_gradients(problem: Problem) -> str | None:
     if problem.headdim_v != problem.headdim:  # [U]; [G]: attention_in has the shape of query
         widths = f"headdim_v={problem.headdim_v} must equal headdim={problem.headdim}"
         return f"{widths} for npu_fusion_attention_grad; {_INSTEAD}"
-    if problem.has_sinks and problem.dtype is torch.float32:  # version 3 of [G], V5 of [U]
+    if "sinks" in problem.score_tensors and problem.dtype is torch.float32:  # version 3 of [G], V5 of [U]
         return f"sinks in float32: npu_fusion_attention_grad takes them with float16 and bfloat16; {_INSTEAD}"
     limits = _why_not_varlen if problem.layout is Layout.VARLEN else _why_not_training
     reason = why_not_features(problem) or limits(problem)
@@ -122,7 +116,8 @@ def why_not_inference(problem: Problem) -> str | None:
         return f"a gradient is needed, and npu_fused_infer_attention_score has none; {_INSTEAD}"
     if problem.dtype not in (torch.float16, torch.bfloat16):  # [I]
         return f"dtype {problem.dtype}; npu_fused_infer_attention_score takes float16 and bfloat16"
-    if problem.has_sinks:  # version 2 of the operator has learnable_sink: variable-length sequences in bfloat16 only
+    # Version 2 of the operator has learnable_sink: for variable-length sequences in bfloat16 only.
+    if "sinks" in problem.score_tensors:
         return "sinks; npu_fused_infer_attention_score takes none with these layouts"
     if problem.headdim_v != problem.headdim:  # [I]: k and v have one shape
         return f"headdim_v={problem.headdim_v} must equal headdim={problem.headdim} for npu_fused_infer_attention_score"

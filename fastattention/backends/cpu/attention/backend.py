@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, OutputGradients, Problem
+from fastattention.backends.common.arguments import KERNELS_SERVE, why_not_arguments
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.cpu.attention.call import CpuAttentionCall
@@ -38,6 +39,8 @@ class CpuBackend(AttentionBackend):
                 "qk_dtype needs AVX-VNNI, AVX-512 VNNI or AMX int8, which the instruction set in use, "
                 f"{load_library().isa}, does not have on this processor; leave qk_dtype out"
             )
+        if (reason := why_not_arguments(problem, self.name, KERNELS_SERVE)) is not None:
+            return reason
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return None

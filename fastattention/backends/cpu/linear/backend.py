@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastattention.backends.common.gradients import why_not_in_transform
+from fastattention.backends.common.linear import why_not_kernels
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.linear.call import CpuLinearCall, chunk_of
 from fastattention.linear.backend import LinearBackend, Serve
@@ -22,12 +22,7 @@ class CpuLinearBackend(LinearBackend):
         """Refuses other devices, and gradients."""
         if problem.device.type != "cpu":
             return f"tensors are on {problem.device}; the cpu backend takes tensors in host memory"
-        if problem.grads:
-            named = ", ".join(problem.grads)
-            return f"gradients of {named} are needed, which backend 'torch' computes; use it or torch.no_grad()"
-        if problem.in_transform:
-            return why_not_in_transform("torch")
-        return None
+        return why_not_kernels(problem)
 
     def how(self, problem: LinearProblem) -> str:
         """Tokens of a chunk, and the instruction set."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastattention import environment
 from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
+from fastattention.backends.common.arguments import KERNELS_SERVE, why_not_arguments
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
@@ -81,6 +82,8 @@ class CudaBackend(AttentionBackend):
         if problem.dtype is torch.float32:
             return "float32 is not served; use float16 or bfloat16, or backend='sdpa'"
         if (reason := why_not_int8(problem, self._arch(self._limits(problem)))) is not None:
+            return reason
+        if (reason := why_not_arguments(problem, self.name, KERNELS_SERVE)) is not None:
             return reason
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"

@@ -181,7 +181,8 @@ def computed_dtype(problem: Problem, arch: int) -> torch.dtype:
 
 def modifies_scores(problem: Problem) -> bool:
     """Whether scores are more than products times a positive number."""
-    return problem.softcap != 0.0 or problem.has_alibi or problem.has_bias or problem.softmax_scale <= 0.0
+    modifiers = {"softcap", "alibi_slopes", "attn_bias"}
+    return problem.softmax_scale <= 0.0 or not modifiers.isdisjoint(problem.score_arguments)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=AttentionConfig)

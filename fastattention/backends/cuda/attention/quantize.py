@@ -56,7 +56,7 @@ class Int8Call:
         call_for: Callable[[Problem, Inputs], AttentionCall],
     ) -> None:
         self._problem, self._dtype, self._call_for = problem, dtype, call_for
-        self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
+        self._keeps_shift = problem.return_lse or "sinks" in problem.score_tensors or modifies_scores(problem)
         self._calls: dict[tuple[int, ...], AttentionCall] = {}  # by strides of v: one that is not aligned is copied
         self._num_chunks = -(-problem.seqlen_k // QuantizeConfig.chunk_tokens)
         self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))

@@ -29,7 +29,7 @@ constexpr int kSubchunk = 4, kGroup = 16, kGroups = kChunk / kGroup;
 constexpr int kSlice = Config::slice_columns;  // columns of queries and keys at a time
 constexpr int kGateFormat = Config::gate_format;
 constexpr int kSizes = Config::num_sizes;  // of parts: kSubchunk << index
-static_assert(kChunk == kBlock << kSizes && (kGroups == 4 || kGroups == 2), "two or four groups are joined");
+static_assert(kChunk == kSubchunk << kSizes && (kGroups == 4 || kGroups == 2), "two or four groups are joined");
 static_assert(kWarps == kChunk / (2 * kSubchunk), "a warp has two subchunks");
 static_assert(kHeaddim % kSlice == 0 && kChunk % Arch::kStepRows == 0, "slices and steps are whole");
 

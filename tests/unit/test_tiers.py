@@ -38,7 +38,7 @@ def test_every_tier_sees_every_value(tier: Tier) -> None:
     assert [values_of(runs, axis) for axis in range(3)] == [set(CASES), set(ENGINES), set(DTYPES)]
 
 
-@pytest.mark.parametrize("sizes", [(3, 3), (3, 3, 3), (5, 3, 2, 2), (FEW, 3, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 2), (5, 2), (FEW, 2), (4, 2, 2)], ids=str)
 def test_the_tier_all_sees_every_pair_of_values_where_the_budget_allows(sizes: tuple[int, ...]) -> None:
     every_run = list(itertools.product(*map(range, sizes)))
     quick, runs = covering(Tier.QUICK, every_run), covering(Tier.ALL, every_run)
@@ -75,12 +75,12 @@ def test_each_runs_once_in_the_quick_tier_and_with_every_pair_in_all() -> None:
 
 def test_a_value_with_axes_counts_by_these() -> None:
     shapes = [Shape(rows, masked) for rows in range(4) for masked in (False, True)] * 5
-    every_run = list(itertools.product(shapes, DTYPES))
+    every_run = list(itertools.product(shapes, DTYPES[:2]))
     quick, paired = (covering(tier, every_run) for tier in (Tier.QUICK, Tier.ALL))
     assert len(quick) == 4
     assert {shape.sampled_by["rows"] for shape, _ in quick} == set(range(4))
     found = {(*shape.sampled_by.values(), dtype) for shape, dtype in paired}
-    assert pairs_of(list(found)) == pairs_of(list(itertools.product(range(4), (False, True), DTYPES)))
+    assert pairs_of(list(found)) == pairs_of(list(itertools.product(range(4), (False, True), DTYPES[:2])))
 
 
 def item(name: str, params: dict[str, Any] | None = None, *marks: str) -> Any:

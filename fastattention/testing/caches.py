@@ -30,7 +30,7 @@ class Cache(abc.ABC):
             for sequence, (start, end) in enumerate(spans)
             for position in range(start, end)
         ]
-        first, second = torch.tensor(slots, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        first, second = torch.tensor(slots, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
         return first, second
 
 
@@ -40,7 +40,7 @@ class Rows(Cache):
     def __init__(self, batch_size: int, capacity: int, batch_idx: bool, generator: torch.Generator) -> None:
         self.capacity = capacity
         self.shape = (batch_size + 2 if batch_idx else batch_size, capacity)
-        chosen = torch.randperm(batch_size + 2, generator=generator)[:batch_size]
+        chosen = torch.randperm(batch_size + 2, generator=generator, device="cpu")[:batch_size]
         self.index = chosen.to(torch.int32) if batch_idx else None
         self._rows: list[int] = chosen.tolist() if batch_idx else list(range(batch_size))
 
@@ -61,13 +61,13 @@ class Pages(Cache):
         pages_used = [-(-length // size) for length in lengths]
         self.capacity = width * size
         self.shape = (sum(pages_used) + 2, size)
-        free = torch.randperm(self.shape[0], generator=generator).tolist()
+        free = torch.randperm(self.shape[0], generator=generator, device="cpu").tolist()
         prefix = [free.pop() for _ in range(min((shared, *pages_used)))]
         self._pages = [prefix + [free.pop() for _ in range(used - len(prefix))] for used in pages_used]
         # Rows are further apart than they are long, as in a table with room for more pages.
-        self.index = torch.full((len(lengths), width + 3), UNUSED_PAGE, dtype=torch.int32)[:, :width]
+        self.index = torch.full((len(lengths), width + 3), UNUSED_PAGE, dtype=torch.int32, device="cpu")[:, :width]
         for row, pages in zip(self.index, self._pages, strict=True):
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
 
     def slot(self, sequence: int, position: int) -> tuple[int, int]:  # noqa: D102
         size = self.shape[1]

@@ -99,7 +99,7 @@ class _Builder:
         words = repr(case)
         for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0", ", dropout_p=0.0"):
             words = words.replace(newer, "")  # cases that are older than this field keep their values
-        self.generator = torch.Generator().manual_seed(zlib.crc32(words.encode()))
+        self.generator = torch.Generator("cpu").manual_seed(zlib.crc32(words.encode()))
         self.buffers: dict[str, Tensor] = {}
 
     def call(self) -> Call:
@@ -118,7 +118,7 @@ class _Builder:
         arguments = {
             "q": self._placed("q", self._queries(stored_q, sq), case.memory_q).expand(b, -1, -1, -1),
             **self._keys_and_values("", self._keys(stored_k, sk), self._values(stored_k, sk), case.memory_k),
-            "attn_bias": self._bias(sizes, torch.ones((), dtype=torch.bool).expand(b, case.nheads, sq, sk)),
+            "attn_bias": self._bias(sizes, _true(1).expand(b, case.nheads, sq, sk)),
             **self._shared_arguments(b),
             **self._options(),
             **self._blocks(b, sq, sk),
@@ -133,7 +133,8 @@ class _Builder:
         lengths_k = [
             length for length, queries in zip(case.seqlens_k, case.seqlens_q, strict=True) for _ in range(queries)
         ]
-        used = (torch.arange(max_seqlen_k) < _int64(lengths_k)[:, None]).expand(case.nheads, total_q, max_seqlen_k)
+        used = torch.arange(max_seqlen_k, device="cpu") < _int64(lengths_k)[:, None]
+        used = used.expand(case.nheads, total_q, max_seqlen_k)
         if case.page_block_size is None:
             k, v, table = self._keys(total_k), self._values(total_k), None
         else:
@@ -161,7 +162,7 @@ class _Builder:
         cache = self._cache(case, after)
         k_cache, v_cache, index = self._filled(cache, zip(leftpad, before, strict=True))
         seqlens_k = _int64(after) - _int64(leftpad)
-        used = (torch.arange(cache.capacity) < seqlens_k[:, None])[:, None, None, :]
+        used = (torch.arange(cache.capacity, device="cpu") < seqlens_k[:, None])[:, None, None, :]
         used = used.expand(b, case.nheads, case.seqlen_q, cache.capacity)
         arguments = {
             "q": self._placed("q", self._queries(b, case.seqlen_q), case.memory_q),
@@ -216,10 +217,10 @@ class _Builder:
         if case.rotary_dim:
             # Positions without a token of this call are NaN.
             tokens = max(case.seqlen_new, case.seqlen_q)
-            used = torch.zeros(max(case.cache_seqlens, default=0) + tokens + 2, dtype=torch.bool)
+            used = ~_true(max(case.cache_seqlens, default=0) + tokens + 2)
             for length in case.cache_seqlens:
                 used[length : length + tokens] = True
-            angles = 6.3 * torch.rand(len(used), case.rotary_dim // 2, generator=self.generator)
+            angles = 6.3 * self._uniform(len(used), case.rotary_dim // 2)
             angles[~used] = torch.nan
             arguments["rotary_cos"] = self._kept("rotary_cos", angles.cos().to(self.dtype))
             arguments["rotary_sin"] = self._kept("rotary_sin", angles.sin().to(self.dtype))
@@ -228,7 +229,7 @@ class _Builder:
     def _filled(self, cache: Cache, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
         """(k, v, index): caches that hold values at the given positions of each sequence, and NaN elsewhere."""
         k, v = self._keys(*cache.shape), self._values(*cache.shape)
-        unused = torch.ones(cache.shape, dtype=torch.bool)
+        unused = _true(*cache.shape)
         unused[cache.slots(spans)] = False
         k[unused] = torch.nan
         v[unused] = torch.nan
@@ -239,9 +240,9 @@ class _Builder:
         slopes = sinks = None
         if case.alibi != "none":
             shape = (case.nheads,) if case.alibi == "per_head" else (batch_size, case.nheads)
-            slopes = 0.3 * torch.rand(shape, generator=self.generator)
+            slopes = 0.3 * self._uniform(*shape)
         if case.sinks:
-            sinks = 3.0 * torch.randn(case.nheads, generator=self.generator)
+            sinks = 3.0 * self._gaussian(case.nheads)
         return {
             "softmax_scale": case.softmax_scale,
             "causal": case.causal,
@@ -264,7 +265,7 @@ class _Builder:
         rows, columns = (-(-seqlen // size) for seqlen, size in zip((seqlen_q, seqlen_k), blocks.size, strict=True))
         sizes = {"b": batch_size, "h": self.case.nheads, "1": 1}
         outer = [sizes[axis] for axis in blocks.axes]
-        mask = torch.rand((*outer, rows, columns), generator=self.generator) < blocks.density
+        mask = self._uniform(*outer, rows, columns) < blocks.density
         if blocks.strided:
             mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
         return {"block_mask": self._kept("block_mask", mask), "block_size": blocks.size}
@@ -275,7 +276,7 @@ class _Builder:
         if bias is None:
             return None
         shape = tuple({"1": 1, **sizes}[axis] for axis in bias.axes)
-        values = torch.randn(shape, generator=self.generator)
+        values = self._gaussian(*shape)
         dtype = self.dtype if bias.dtype_of_q else torch.float32
         hiding = torch.finfo(dtype).min if bias.finite else -torch.inf
         values[_hidden(bias, values, self.generator)] = hiding
@@ -301,7 +302,13 @@ class _Builder:
         return self._normal(1.0, *tokens, self.case.nheads_k, self.case.headdim_of_v)
 
     def _normal(self, magnitude: float, *shape: int) -> Tensor:
-        return (magnitude * torch.randn(shape, generator=self.generator)).to(self.dtype)
+        return (magnitude * self._gaussian(*shape)).to(self.dtype)
+
+    def _gaussian(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
+
+    def _uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def _keys_and_values(self, suffix: str, k: Tensor, v: Tensor, how: Memory) -> dict[str, Tensor]:
         """K and v in memory of their own, or v as the first columns of k."""
@@ -324,7 +331,7 @@ class _WithoutValues(_Builder):
     """The same tensors by shape and dtype, with whatever their memory holds."""
 
     def _normal(self, magnitude: float, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device="cpu")
 
     def _filled(self, cache: Cache, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._keys(*cache.shape), self._values(*cache.shape), cache.index
@@ -333,8 +340,12 @@ class _WithoutValues(_Builder):
         caches = self._keys_and_values("_cache", k_cache, v_cache, case.memory_k)
         if case.cache_dtype is None:
             return caches
-        scales = {name: torch.empty(k_cache.shape[:-1]) for name in ("k_scale", "v_scale")}
-        return scales | {name: torch.empty(cache.shape, dtype=case.cache_dtype) for name, cache in caches.items()}
+        scales = {
+            name: torch.empty(k_cache.shape[:-1], dtype=torch.float32, device="cpu") for name in ("k_scale", "v_scale")
+        }
+        return scales | {
+            name: torch.empty(cache.shape, dtype=case.cache_dtype, device="cpu") for name, cache in caches.items()
+        }
 
     def _placed(self, name: str, values: Tensor, how: Memory) -> Tensor:
         return values
@@ -344,7 +355,7 @@ def _hidden(bias: Bias, values: Tensor, generator: torch.Generator) -> Tensor:
     """True where the bias hides a key."""
     hidden = torch.zeros_like(values, dtype=torch.bool)
     if bias.hides == "entries":
-        hidden = torch.rand(values.shape, generator=generator) < 0.3
+        hidden = torch.rand(values.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.3
     elif bias.hides == "rows":
         hidden[..., ::3, :] = True
     elif bias.hides == "columns":
@@ -352,13 +363,17 @@ def _hidden(bias: Bias, values: Tensor, generator: torch.Generator) -> Tensor:
     return hidden
 
 
+def _true(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool, device="cpu")
+
+
 def _offsets(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0).to(torch.int32)
 
 
 def _int64(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _int32(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device="cpu")

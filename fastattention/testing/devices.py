@@ -34,8 +34,7 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _moved(tensor: Tensor, device: str, memories: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
     """The same tensor, strides and all, in a copy of the whole memory behind it. What shared memory does so again."""
-    has_all_of_it = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    if tensor.requires_grad or has_all_of_it:
+    if tensor.requires_grad:
         return tensor.to(device)
     key = tensor.untyped_storage().data_ptr(), tensor.dtype
     if key not in memories or tensor.numel() == 0:

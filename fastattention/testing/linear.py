@@ -64,10 +64,10 @@ class LinearCase:
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> LinearInputs:
         """Random tensors, the same on every device."""
-        generator = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(repr(self).encode()))
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
         batch_size, seqlen = (1, sum(self.seqlens)) if self.seqlens is not None else (self.batch_size, self.seqlen)
         sequences = batch_size if self.seqlens is None else len(self.seqlens)
@@ -78,11 +78,14 @@ class LinearCase:
         last = (self.headdim_k,) if self.rule == "key" else ()
         g = self.gates * functional.logsigmoid(normal(batch_size, seqlen, self.nheads, *last))
         gate_dtype = self.gate_dtype or dtype
-        beta = torch.rand((batch_size, seqlen, self.nheads), generator=generator) if self.rule == "delta" else None
+        beta = None
+        if self.rule == "delta":
+            shape = (batch_size, seqlen, self.nheads)
+            beta = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
         state = normal(sequences, self.nheads, self.headdim_k, self.headdim_v) if self.initial_state else None
         offsets = None
         if self.seqlens is not None:
-            offsets = torch.tensor([0, *self.seqlens]).cumsum(0).to(torch.int32)
+            offsets = torch.tensor([0, *self.seqlens], dtype=torch.int64, device="cpu").cumsum(0).to(torch.int32)
         if self.layout == "heads":
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         beta = None if beta is None else beta.to(gate_dtype)

@@ -132,12 +132,15 @@ def results_of(call: Call, attention: Attention, grads: Sequence[str] = ()) -> R
     results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     if not grads:
         return results
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(out.shape, generator=generator).to(call.arguments["q"].dtype)
-    loss = (out.double() * weights.double()).sum()
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def weights(of: Tensor) -> Tensor:
+        return torch.randn(of.shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    loss = (out.double() * weights(out).to(call.arguments["q"].dtype).double()).sum()
     if lse is not None:
         finite = lse.double().masked_fill(lse.isneginf(), 0.0)
-        loss = loss + (finite * torch.randn(lse.shape, generator=generator).double()).sum()
+        loss = loss + (finite * weights(lse).double()).sum()
     gradients = torch.autograd.grad(loss, given)
     return results | {f"gradient of {name}": one for name, one in zip(grads, gradients, strict=True)}
 

@@ -14,7 +14,7 @@ import tiled_allreduce
 import torch
 import torch.distributed as dist
 from overlap import Activity, common, length, union
-from tiers import deep, slow
+from tiers import deep
 from tiled_allreduce_trace import activities as activities_of
 from tiled_allreduce_trace import after_mark
 
@@ -163,7 +163,7 @@ def stay(device: torch.device) -> None:
     torch.multiprocessing.get_context().Event().wait()
 
 
-@slow
+@deep
 def test_a_rank_that_fails_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ranks.RankFailedError, match=r"rank [01] failed with exit status 1"):
         ranks.run_ranks(fail_on_rank_1, [], 2, "cpu", 60.0)

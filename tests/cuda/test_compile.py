@@ -130,7 +130,7 @@ def test_a_merge_or_an_all_reduce_spills_nothing(chip: str) -> None:
 
 
 @sampled
-@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "H100"])
+@pytest.mark.parametrize("chip", ["V100", *(pytest.param(chip, marks=deep) for chip in ("P100", "T4", "A100", "H100"))])
 @pytest.mark.parametrize("kernel", step_variants(), ids=lambda kernel: kernel.name)
 def test_a_step_of_linear_attention_spills_nothing(kernel: Variant, chip: str) -> None:
     target = CHIPS[chip].target

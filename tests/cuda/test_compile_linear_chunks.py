@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiers import sampled, slow
+from tiers import deep, sampled, slow
 
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
 from fastattention.gpu_runtime import compiler
@@ -33,7 +33,9 @@ def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
 @sampled
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "H100"])
+@pytest.mark.parametrize(
+    "chip", ["V100", "A100", *(pytest.param(chip, marks=deep) for chip in ("P100", "T4", "RTX 3090", "H100"))]
+)
 def test_chunked_kernels_spill_nothing(chip: str, headdim: int, rule: str) -> None:
     target = CHIPS[chip].target
     if (reason := compiler.why_not_target(target)) is not None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import slow
+from tiers import deep, slow
 
 COMMAND = [sys.executable, "-m", "fastattention"]
 
@@ -25,14 +25,14 @@ def test_the_package_runs_as_a_module() -> None:
     assert "Usage: fastattention [OPTIONS] COMMAND" in done.stdout
 
 
-@slow
+@deep
 def test_bytes_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
     done = run("generate", "--model", str(tmp_path), b"--prompt=\xff\xfe")
     assert done.returncode == 1
     assert done.stderr == "error: prompt='\\udcff\\udcfe' is not UTF-8\n"
 
 
-@slow
+@deep
 def test_output_has_what_its_encoding_has_no_characters_for(tmp_path: Path) -> None:
     environment = dict(os.environ, PYTHONIOENCODING="ascii")
     picture = os.fsencode(tmp_path) + b"/\xff\xc3\xa9.svg"

@@ -7,14 +7,16 @@ import random
 import pytest
 import torch
 from emulated_ranks import AllReduceCall, Host
-from tiers import sampled
+from tiers import deep, sampled
 
 from fastattention.distributed.transports.all_reduce import DTYPES, MOST_RANKS, PACKET_BYTES, WARPS, AllReduceConfig
 
 PACKETS_OF_CTA = 32 * WARPS  # packets that it takes at once
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-every_size = pytest.mark.parametrize("num_ranks", range(2, MOST_RANKS + 1))
+every_size = pytest.mark.parametrize(
+    "num_ranks", [2, 3, *(pytest.param(n, marks=deep) for n in range(4, MOST_RANKS)), MOST_RANKS]
+)
 every_way = pytest.mark.parametrize("bulk_copies", [False, True], ids=["registers", "bulk"])
 
 

@@ -155,7 +155,7 @@ def test_a_full_cache_resets_requests(name: str, monkeypatch: pytest.MonkeyPatch
     assert any(resets)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=deep) for name in ("gemma2", "gpt_oss"))])
 def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     create = paged_cache.PagedAttentionCache.__init__
 
@@ -178,7 +178,7 @@ def test_several_continuations_of_a_prompt(name: str) -> None:
 @slow
 @sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", pytest.param("gemma2", marks=deep)])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=deep) for name in ("gemma2", "gpt_oss"))])
 def test_half_types_are_as_near_to_float32_as_eager_attention(name: str, dtype: torch.dtype) -> None:
     eager, fast = (copy.deepcopy(model).to(dtype) for model in pair(name))
     prompts = requests(24, longest=200)

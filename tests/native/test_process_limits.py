@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from tiers import slow
+from tiers import deep, slow
 
 # The beginning of all scripts. Limits on threads do not bind root, hence another user, with a single process.
 COMMON = """
@@ -75,7 +75,7 @@ limited = pytest.mark.skipif(not may_lower_limits(), reason="needs a user whose 
 
 
 @limited
-@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize("more", [0, pytest.param(2, marks=deep)])
 def test_a_call_goes_on_with_the_threads_it_can_have(more: int) -> None:
     script = f"""
 allow_threads({more})
@@ -129,7 +129,7 @@ def attend_by_a_team():
 
 
 @limited
-@pytest.mark.parametrize(("more", "used"), [(3, False), (4, True)])
+@pytest.mark.parametrize(("more", "used"), [pytest.param(3, False, marks=deep), (4, True)])
 def test_a_team_that_openmp_could_not_start_is_not_asked_for(more: int, used: bool) -> None:
     script = f"""
 allow_threads({more})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow
+from tiers import deep
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -101,7 +101,7 @@ def test_compiled_autograd_gives_the_same_gradients() -> None:
     assert torch.equal(q.grad, right)
 
 
-@slow
+@deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own warnings
 @needs_compiler
 def test_inductor_gives_the_same() -> None:

@@ -76,9 +76,9 @@ def test_only_what_the_kernels_lack_is_refused(dtype: torch.dtype) -> None:
     wide = {case.name for case in CASES if max(case.headdim, case.headdim_of_v) > MAX_HEADDIM}
     in_float8 = {case.name for case in CASES if isinstance(case, KvCacheCase) and case.stored == "float8"}
     masked = {case.name for case in CASES if case.bias is not None or case.blocks is not None}
-    rounded = {case.name for case in CASES if case.qk_dtype is not None}
-    assert refused.keys() == wide | in_float8 | masked | rounded
-    words = "float8", "attn_bias", "block_mask", "qk_dtype", f"at most {MAX_HEADDIM} is served"
+    changed = {case.name for case in CASES if case.qk_dtype is not None or case.dropout_p}
+    assert refused.keys() == wide | in_float8 | masked | changed
+    words = "float8", "attn_bias", "block_mask", "qk_dtype", "dropout_p", f"at most {MAX_HEADDIM} is served"
     for reason in refused.values():
         assert any(word in reason for word in words)
 

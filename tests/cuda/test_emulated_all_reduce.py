@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from emulated_ranks import AllReduceCall, Host
-from tiers import deep, sampled
+from tiers import deep, sampled, slow
 
 from fastattention.distributed.transports.all_reduce import DTYPES, MOST_RANKS, PACKET_BYTES, WARPS, AllReduceConfig
 
@@ -82,6 +82,7 @@ def test_steps_go_on_behind_the_largest_number(num_ranks: int, bulk_copies: bool
     assert_right(AllReduceConfig(torch.float16, num_ranks, bulk_copies), calls, first_step)
 
 
+@slow
 @every_way
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_ranks_give_up_one_that_never_comes(bulk_copies: bool, missing: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from conformance.gradients import GRADIENT_CASES, check_gradients
 from emulator import EmulatedCudaBackend
 from test_emulated import EmulatedEngine, Run
-from tiers import Tier, covering, tier_of
+from tiers import Tier, covering, slow, tier_of
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.validation import lengths
@@ -39,6 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 
+@slow
 def test_error_of_gradients_is_at_most_twice_that_of_torch(run: Run) -> None:
     check_gradients(EmulatedEngine(run.backend.name), run.case, run.dtype)
 

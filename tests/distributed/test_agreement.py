@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import slow
 from unit.plan_calls import files_of
 
 from distributed.sums import Sum, arguments_of, check, check_repeated, run_part, run_repeated
@@ -67,6 +68,7 @@ def make(sums: list[Sum], recipes: tuple[Recipe, ...] | None = None, place: int 
     return Made(outs, [(each.partition.rows, each.transport.name) for each in agreed], winners.call_count)
 
 
+@slow
 @pytest.mark.parametrize(("place", "rows"), [(0, (24,)), (1, (6, 18)), (2, (12, 12))])
 def test_a_call_is_made_as_the_trial_says(team: Team, place: int, rows: tuple[int, ...]) -> None:
     results = team.run(make, [AUTO], (Recipe((1, 3)), Recipe((1, 1), 1)), place)
@@ -74,6 +76,7 @@ def test_a_call_is_made_as_the_trial_says(team: Team, place: int, rows: tuple[in
     check(AUTO, [made.outs[0] for made in results])
 
 
+@slow
 @pytest.mark.parametrize("one", [LONG, AUTO, Sum(CASE, (4, 20))], ids=["tried", "too-small", "given"])
 def test_only_calls_large_enough_to_divide_are_tried(team: Team, one: Sum) -> None:
     results = team.run(make, [one])

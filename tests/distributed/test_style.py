@@ -78,6 +78,7 @@ def in_blocks(size: int, attend: Attend) -> Tensor:
     return out
 
 
+@slow
 @pytest.mark.parametrize("attend", [causal, window, cached], ids=lambda attend: attend.__name__)
 def test_it_computes_what_the_whole_block_does_on_every_rank(team: Team, attend: Attend) -> None:
     first, *others = team.run(in_blocks, team.size, attend)

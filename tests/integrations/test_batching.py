@@ -116,7 +116,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
     return results
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in DECODERS if name != "llama")])
 def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     gathers = counted(monkeypatch, FullAttentionCacheAllocator, "update")
     prompts, expected = eager_tokens_of(name, 20)
@@ -125,6 +125,7 @@ def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], m
     assert not gathers
 
 
+@slow
 @sampled
 @pytest.mark.parametrize(
     "options",
@@ -168,6 +169,7 @@ def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.Monkey
     assert batched_tokens(pair(name).fast, prompts) == expected
 
 
+@slow
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=slow), "gemma2"])
 def test_several_continuations_of_a_prompt(name: str) -> None:
     prompts = requests(9, longest=100)
@@ -254,6 +256,7 @@ def test_a_paused_manager_leaves_the_model_to_other_calls() -> None:
     _by_hand(fast, act)
 
 
+@slow
 def test_other_implementations_are_batched_as_before() -> None:
     prompts = requests(10, longest=100)
     model = copy.deepcopy(pair("mistral").eager)
@@ -263,6 +266,7 @@ def test_other_implementations_are_batched_as_before() -> None:
     assert batched_tokens(model, prompts) == expected
 
 
+@slow
 @pytest.mark.parametrize("auto_switch_to_flash", [True, False])
 def test_other_implementations_are_switched_if_asked_for(auto_switch_to_flash: bool, calls: dict[str, int]) -> None:
     batching.enable(switch=True)

@@ -136,6 +136,7 @@ def expected(folder: Path) -> list[str]:
     return found
 
 
+@slow
 def test_requests_at_once_get_what_each_asks_for(server: Server, expected: list[str]) -> None:
     """Some requests are greedy, others sample."""
     options = [{"temperature": 0.0}, {"temperature": 2.0}, {"temperature": 0.0, "top_p": 0.9}]

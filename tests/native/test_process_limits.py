@@ -91,6 +91,7 @@ print(few, len(threads()) - before)
     assert run_script(script) == f"{more} 3"  # and with all of them as soon as they can be had
 
 
+@slow
 @limited
 def test_a_queue_without_a_thread_is_an_error() -> None:
     script = """
@@ -139,6 +140,7 @@ print(teams != [])
     assert run_script(OPENMP + script) == str(used)
 
 
+@slow
 def test_lists_that_find_no_memory_are_a_memory_error() -> None:
     # 300,000 sequences, for each of which the library keeps some 200 bytes.
     script = """
@@ -190,6 +192,7 @@ print(set(ends))
     assert run_script(script) == "{0}"
 
 
+@slow
 def test_threads_of_the_library_leave_signals_to_those_of_the_program() -> None:
     script = """
 before = threads()

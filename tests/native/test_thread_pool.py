@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tiers import slow
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "fastattention" / "backends" / "cpu" / "kernels"
@@ -26,6 +27,7 @@ def run_program(folder: Path, name: str, sources: tuple[str, ...], options: tupl
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@slow
 def test_pool_and_queues_are_free_of_races(tmp_path: Path) -> None:
     sources = ("common/thread_pool.cpp", "common/work_queue.cpp", "common/omp_team.cpp")
     run_program(tmp_path, "pool_stress", sources, ("-fsanitize=thread",))

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tiers import sampled
+from tiers import sampled, slow
 
 from fastattention.errors import CacheFullError
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
@@ -81,6 +81,7 @@ def test_a_step_that_begins_has_room_to_its_end(gpu_pages: int) -> None:
     assert any(pair.store.layers_on_cpu)
 
 
+@slow
 @sampled
 @pytest.mark.parametrize("more", range(10))
 def test_beams_that_shared_their_pages_have_room_for_their_own(more: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import deep, sampled
+from tiers import deep, sampled, slow
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import tiling as tilings
@@ -174,6 +174,7 @@ def test_chosen_tiling_is_among_the_fastest_by_the_whole_simulator(workload: Sim
     assert predict(workload, tiling_for(workload, CHIP), CHIP).seconds <= 1.03 * fastest
 
 
+@slow
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
 def test_estimate_stays_near_the_simulation(workload: SimulatedCall) -> None:
     for tiling in tilings._candidates(workload, CHIP, tilings.LONGEST):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import slow
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import vendor
@@ -196,6 +197,7 @@ def test_heads_that_do_not_divide_are_never_called(operator: str, name: str, hea
         check(call(operator, **{name: heads}))
 
 
+@slow
 def test_without_torch_npu_the_reason_says_so() -> None:
     code = "from fastattention.backends.ascend import vendor; import sys, torch; print('torch_npu' in sys.modules); "
     code += "print(vendor.why_unavailable()); print(vendor.why_not_linear_all_reduce(9, 9, 9, torch.float16, 2))"

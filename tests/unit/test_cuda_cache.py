@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tiers import slow
 
 from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, KernelConfig
 from fastattention.backends.cuda.attention.variants import variants_of
@@ -209,6 +210,7 @@ except CompileError as error:
 """
 
 
+@slow
 @pytest.mark.parametrize(("limit", "reason"), [("read-only", "Permission denied"), ("full", "File too large")])
 def test_a_kernel_that_cannot_be_kept_is_an_error_and_leaves_nothing(limit: str, reason: str) -> None:
     with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other users
@@ -253,6 +255,7 @@ assert all(os.wait()[1] == 0 for _ in range(4))
 """
 
 
+@slow
 def test_many_writers_never_show_a_partial_file(tmp_path: Path) -> None:
     path = tmp_path / "kernel.cubin"
     contents = [bytes([letter]) * (1 << 22) for letter in b"abcd"]
@@ -267,6 +270,7 @@ def test_many_writers_never_show_a_partial_file(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
 
 
+@slow
 def test_a_killed_writer_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     path = tmp_path / "kernel.cubin"
     program = (

@@ -11,6 +11,7 @@ from pathlib import Path
 import tomli
 import write_cli_reference
 from packaging.requirements import Requirement
+from tiers import slow
 
 import fastattention
 from fastattention.integrations.transformers.versions import OLDEST
@@ -58,6 +59,7 @@ def test_reference_documents_every_public_name() -> None:
     assert {f"fastattention.linear.{name}" for name in exported("linear/__init__.py")} <= documented
 
 
+@slow
 def test_code_on_pages_runs() -> None:
     """The code runs in a process of its own: it takes memory, and one page puts flash_attn into sys.modules."""
     program = "".join(f"exec(compile({code_on(page)!r}, {page!r}, 'exec'), {{}})\n" for page in RUNNABLE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mutants
 import pytest
-from tiers import deep
+from tiers import deep, slow
 
 MUTANTS = mutants.read_mutants()
 
@@ -40,6 +40,7 @@ def test_a_mutant_that_no_longer_fits_is_named(changes: dict[str, str], says: st
     assert re.match(f"{MUTANTS[0].name}: .*{says}", problem)
 
 
+@slow
 def test_a_selection_without_tests_is_named() -> None:
     mutant = replace(MUTANTS[0], env="main", tests=("tests/unit/test_errors.py",), words=("no such test",))
     assert mutants.empty_selections([mutant]) == [f"{mutant.name}: its selection is empty"]

@@ -197,5 +197,6 @@ class KvCacheCase(Case):
             "page_block_size": self.page_block_size,
             "shared_pages": self.shared_pages > 0,
             "num_splits": min(self.num_splits, 2),
+            "is_split": max(self.cache_seqlens, default=0) > 1024,
             "stored": self.stored,
         }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattention.testing.calls import WRITTEN, Call
+from fastattention.testing.memory import whole_memory
 
 
 def moved(call: Call, device: str) -> Call:
@@ -24,19 +25,14 @@ def copied_back(call: Call, from_device: Call) -> None:
     """Writes the memory of a moved call's caches into the tensors of the call on the CPU."""
     for name in WRITTEN:
         if name in call.arguments:
-            _memory(call.arguments[name]).copy_(_memory(from_device.arguments[name]))
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """The whole memory of a tensor."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+            whole_memory(call.arguments[name]).copy_(whole_memory(from_device.arguments[name]))
 
 
 def _moved(tensor: Tensor, device: str, memories: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
-    """The same tensor, strides and all, in a copy of the whole memory behind it. What shared memory does so again."""
+    """The same tensor, strides and all, in a copy of its whole memory. Tensors that share memory share the copy."""
     if tensor.requires_grad:
         return tensor.to(device)
     key = tensor.untyped_storage().data_ptr(), tensor.dtype
     if key not in memories or tensor.numel() == 0:
-        memories[key] = _memory(tensor).to(device)
+        memories[key] = whole_memory(tensor).to(device)
     return memories[key].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -57,6 +57,11 @@ def nothing(dtype: torch.dtype) -> float:
     return torch.nan if dtype.is_floating_point else -128
 
 
+def whole_memory(tensor: Tensor) -> Tensor:
+    """All elements of the memory that a tensor is a view of, on its device."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The bits of a contiguous tensor as integers: equal also where both are NaN, unequal for 0.0 and -0.0."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

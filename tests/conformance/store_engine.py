@@ -13,6 +13,7 @@ from fastattention import DenseKVStore, KVStore, PackedKVStore
 from fastattention.attention.problem import Problem
 from fastattention.testing.calls import Call
 from fastattention.testing.case import Case, KvCacheCase
+from fastattention.testing.memory import whole_memory
 
 # Arguments of a call with a cache that a store lacks, or has of its own.
 _OF_CACHES = ("k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "block_table", "cache_leftpad")
@@ -96,15 +97,10 @@ def filled_store(kind: type[KVStore], k: Tensor, v: Tensor, seqlens: list[int], 
     store = kind(batch_size, capacity, nheads_k, headdim, v.shape[-1], dtype=k.dtype)
     for memory in vars(store).values():
         if isinstance(memory, Tensor) and memory.is_floating_point():
-            _whole(memory).fill_(torch.nan)
+            whole_memory(memory).fill_(torch.nan)
     store.append(k, v, backend=backend)
     store.truncate(torch.tensor(seqlens, dtype=torch.int32))
     return store
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All of the memory of a tensor."""
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
 def _places(call: Call, sequence: int, length: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from fastattention.attention.problem import Problem
 
-# Of the kernels for CPUs and CUDA GPUs.
+# What the kernels for CPUs and for CUDA GPUs serve.
 KERNELS_SERVE = frozenset({"alibi_slopes", "attn_bias", "sinks", "block_mask", "qk_dtype", "dropout_p", "softcap"})
 
 

@@ -4,7 +4,7 @@
     scripts/mutants NAME ...          # some of them
     scripts/mutants --control         # their tests on unbroken code, where all must pass
     scripts/mutants --check           # only whether the lists fit the code and the tests
-    scripts/mutants --workers 4       # four at a time; by default one for every two cores
+    scripts/mutants --workers 4       # four at a time; by default one per core
 
 tests/mutants/*.toml has one table per mutant, one file per area:
 
@@ -330,7 +330,7 @@ def main(
     show: Annotated[bool, typer.Option("--list", help="Only print names and promises.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check the lists.")] = False,
     control: Annotated[bool, typer.Option("--control", help="Run the tests on unbroken code: all must pass.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Mutants at a time; default: one for two cores.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Mutants at a time; default: one per core.")] = None,
     output: Annotated[Path, typer.Option(help="Where the table goes when every mutant was run.")] = RESULTS,
 ) -> None:
     """Break the code in small ways, one at a time, and see which test fails."""
@@ -347,7 +347,7 @@ def main(
     if show or check:
         return
     begin = time.monotonic()
-    results = run_all(chosen, control, min(workers or max(1, len(os.sched_getaffinity(0)) // 2), len(chosen)))
+    results = run_all(chosen, control, min(workers or len(os.sched_getaffinity(0)), len(chosen)))
     killed = sum(result.tier is not None for result in results)
     print(f"{killed} killed, {len(results) - killed} not")
     if control:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,6 @@ from fastattention.distributed.attention_out_proj import (
     attention_out_proj_allreduce_with_kvcache,
 )
 from fastattention.errors import ArgumentError
-
-_OPTIONS = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "attn_bias", "sinks", "backend")
-_CACHE_OPTIONS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "k_scale", "v_scale")
 
 
 class DeferredAttention:
@@ -147,7 +145,6 @@ def deferred_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> DeferredAt
 
     Raises ArgumentError for other options. Wrong tensors raise when the call is made.
     """
-    _check(options, _OPTIONS)
     return _deferred(fast_attn_func, attention_out_proj_allreduce, (q, k, v), options)
 
 
@@ -160,20 +157,17 @@ def deferred_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **op
 
     Raises ArgumentError for other options. Wrong tensors raise when the call is made.
     """
-    _check(options, (*_OPTIONS, *_CACHE_OPTIONS))
     caches = (k_cache, v_cache)
     return _deferred(fast_attn_with_kvcache, attention_out_proj_allreduce_with_kvcache, (q, *caches), options)
-
-
-def _check(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name in options:
-        if name not in known:
-            raise ArgumentError(f"{name} is no option of deferred attention; known are {', '.join(known)}")
 
 
 def _deferred(
     attend: Callable[..., Any], tiled: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: dict[str, Any]
 ) -> DeferredAttention:
+    known = _shared_options(attend, tiled)
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"{name} is no option of deferred attention; known are {', '.join(known)}")
     q, _, v = tensors
     return DeferredAttention(
         functools.partial(attend, *tensors, **options),
@@ -181,3 +175,10 @@ def _deferred(
         functools.partial(tiled, *tensors, **options),
         tensors,
     )
+
+
+@functools.cache
+def _shared_options(*functions: Callable[..., Any]) -> list[str]:
+    """Names of the keyword arguments that all functions have, besides q, keys and values."""
+    first, *others = (inspect.signature(function).parameters for function in functions)
+    return [name for name in first if all(name in other for other in others)][3:]

@@ -14,10 +14,9 @@ from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
 from conformance.int8_cases import INT8, INT8_TILES
-from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
 from emulator import EmulatedCudaBackend
-from tiers import covering_paths, sampled, slow, tier_of
+from tiers import covering_paths, slow, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
@@ -315,13 +314,6 @@ def assert_right_alone(
     )
     problem, inputs = prepare_kvcache(alone, Options(causal=True, window_right=0))
     torch.testing.assert_close(out[sequences], backend().forward(problem, inputs).out, atol=2e-3, rtol=0)
-
-
-@sampled
-@pytest.mark.parametrize("cached", [False, True], ids=["dense", "cache"])
-@pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
-def test_scores_may_be_as_large_as_float32_has_them(backend: type[EmulatedCudaBackend], cached: bool) -> None:
-    check_large_scores(backend(), torch.float16, times=1, keys=300, cached=cached)
 
 
 @pytest.mark.parametrize("longest", [1, 40])

@@ -115,6 +115,9 @@ FA_DEVICE uint32_t as_bits(float x) { return emulator::bits_of_float(x); }
 FA_DEVICE float maximum(float a, float b) { return std::fmax(a, b); }
 // Flushes a subnormal value to zero, as .ftz instructions do for what they read and write.
 FA_DEVICE float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+FA_DEVICE float multiply_add(float a, float b, float c) { return static_cast<float>(static_cast<double>(a) * b + c); }
+FA_DEVICE float multiply_rounded(float a, float b) { return a * b; }
+FA_DEVICE float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
 FA_DEVICE float exp2_approximate(float x) { return flushed(std::exp2(flushed(x))); }
 FA_DEVICE float log2_approximate(float x) { return std::log2(flushed(x)); }
 FA_DEVICE float reciprocal_approximate(float x) { return flushed(1.0f / flushed(x)); }

@@ -40,7 +40,7 @@ class AttentionConfig(TileVariant):
     num_stages: int  # such tiles in shared memory
     min_ctas: int  # CTAs of a multiprocessor for which the compiler leaves registers
     num_value_parts: int  # CTAs that share the columns of v, or of a gradient, where one has too few registers for all
-    modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
+    modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale not between 1e-30 and 1e30
     drops: bool = False  # dropout may be on
     block_sparse: bool = False  # there is a block mask
     mixes_blocks: bool = False  # rows of a CTA lie in several of its rows

@@ -182,7 +182,7 @@ def computed_dtype(problem: Problem, arch: int) -> torch.dtype:
 def modifies_scores(problem: Problem) -> bool:
     """Whether scores are more than products times a positive number."""
     modifiers = {"softcap", "alibi_slopes", "attn_bias"}
-    return problem.softmax_scale <= 0.0 or not modifiers.isdisjoint(problem.score_arguments)
+    return not 1e-30 < problem.softmax_scale < 1e30 or not modifiers.isdisjoint(problem.score_arguments)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=AttentionConfig)

@@ -35,7 +35,7 @@ class Feature(enum.Enum):
     """What a kernel is compiled with. Masks, lengths, sinks and lse are choices of a call: every kernel has them."""
 
     PLAIN = "plain"
-    SCORES = "scores"  # softcap, ALiBi, bias, or a softmax_scale that is not positive
+    SCORES = "scores"  # softcap, ALiBi, bias, or a softmax_scale not between 1e-30 and 1e30
     PAGED = "paged"
     BLOCKS = "blocks"  # a block mask
     PRODUCTS = "products"  # int8 products of queries and keys

@@ -154,15 +154,17 @@ private:
         const int64_t at = sequence_.lse - p_.lse + where.head * p_.lse_stride_head + where.token;
         const float lse = p_.lse[at];
         if (gradients_.grad_lse && lse != -kInfinity) delta -= gradients_.grad_lse[at];
+        const float magnitude = lse < 0.0f ? -lse : lse;
+        const bool coarse = magnitude > kLargestPlainLse && magnitude < kInfinity;
         stats[0] = lse == -kInfinity ? kInfinity : lse;
         stats[layout_.rows] = delta;
-        stats[2 * layout_.rows] = absolute_value(lse) < kLargestPlainLse || !sequence_.bias ? 1.0f : share(where, lse);
+        stats[2 * layout_.rows] = coarse && sequence_.bias ? share(where, lse) : 1.0f;
+        // Products of the backward are summed in another order. As many last bits below lse, a score is the highest.
+        if (coarse && !sequence_.bias) stats[0] -= magnitude * 1e-6f;
     }
 
     // Beyond this, lse is too coarse to tell how many keys share a row: its last bit is 8, more than the log of any count.
     static constexpr float kLargestPlainLse = 1e8f;
-
-    static float absolute_value(float x) { return x < 0.0f ? -x : x; }
 
     // The weight of a key in a row whose scores are all near the lowest float, as additive masks make them. Only the bias is
     // used: products vanish beside it.
@@ -202,7 +204,8 @@ private:
             const QueryRow where = row_at(row);
             const float lse = stats[row], sink = p_.sinks[where.head];
             if (lse == kInfinity) continue;
-            sums[where.head % call_.group_size] -= exp2((sink - lse) * kLog2E) * stats[row + layout_.rows];
+            const float weight = sink < lse ? exp2((sink - lse) * kLog2E) : 1.0f;
+            sums[where.head % call_.group_size] -= weight * stats[row + layout_.rows];
         }
     }
 
@@ -380,10 +383,16 @@ private:
         r.lse = broadcast(stats[row]);
         r.delta = broadcast(stats[row + layout_.rows]);
         r.factor = broadcast(stats[row + 2 * layout_.rows]);
-        r.scale = broadcast(units_.of_max);
+        r.scale = broadcast(units_.log2);
         r.shift = broadcast(-stats[row] * kLog2E);
         r.begin = broadcast(static_cast<float>(sequence_.mask.row_begin(where.token) - first_key_));
         r.end = broadcast(static_cast<float>(sequence_.mask.row_end(where.token) - first_key_));
+    }
+
+    // 2^x, at most 1: x is above 0 only by rounding, which is much where lse is large.
+    template <bool kPrecise>
+    static Vec weight(Vec x) {
+        return exp2<kPrecise>(minimum(zero(), x));
     }
 
     // Turns the products p and dp with keys from j on into weights and gradients of the scaled products.
@@ -394,9 +403,9 @@ private:
         Vec slope = broadcast(1.0f);
         if (kModified) {
             const Vec score = modified_scores(row.score, p, first_key_ + j, larger(num_keys_ - j, 0), &slope);
-            p = exp2<kPrecise>((score - row.lse) * broadcast(kLog2E)) * row.factor;
+            p = weight<kPrecise>((score - row.lse) * broadcast(kLog2E)) * row.factor;
         } else {
-            p = exp2<kPrecise>(fma(p, row.scale, row.shift));
+            p = weight<kPrecise>(fma(p, row.scale, row.shift));
         }
         if (kDrops) dp = dp * load(row.factors + j);
         dp = p * (dp - row.delta);

@@ -157,7 +157,7 @@ public:
             load_row(g);
         }
         store(lane_max_, broadcast(-kInfinity));
-        set_exponents();
+        store(references_, zero());
         store(lane_sums_, zero());
         memset(acc_o_, 0, kGroup * acc_stride_ * sizeof(float));
     }
@@ -252,7 +252,6 @@ private:
     void softmax(int64_t padded) {
         Vec highest = load(scores_);
         for (int64_t i = Vec::kWidth; i < padded; i += Vec::kWidth) highest = maximum(highest, load(scores_ + i));
-        highest = highest * broadcast(score_units_.of_max);
         // This is rare after the first blocks. By branch prediction, exponentials do not wait for the maximum.
         if (reduce_max(select_less(load(lane_max_), highest, broadcast(1.0f), zero())) > 0.0f) online_max(highest);
         const Vec sum = exponentiate(padded);
@@ -271,21 +270,14 @@ private:
             row_max_[g] = new_max;
             for (int i = g; i < Vec::kWidth; i += kGroup) lane_max_[i] = new_max;
         }
-        set_exponents();
-    }
-
-    // Sets exponents relative to the maxima.
-    void set_exponents() {
-        const ScoreUnits::Exponent exponent = score_units_.exponent(load(lane_max_));
-        store(scales_, exponent.scale);
-        store(shifts_, exponent.shift);
+        store(references_, ScoreUnits::reference(load(lane_max_)));
     }
 
     Vec exponentiate(int64_t padded) {
-        const Vec scale = load(scales_), shift = load(shifts_);
+        const Vec reference = load(references_);
         Vec sum = zero();
         for (int64_t i = 0; i < padded; i += Vec::kWidth) {
-            Vec p = exp2<Dot::kPrecise>(fma(load(scores_ + i), scale, shift));
+            Vec p = score_units_.template weight<Dot::kPrecise>(load(scores_ + i), reference);
             sum = sum + p;
             if constexpr (kQuantized<Element>) p = p * repeat_each<kGroup>(value_scales_ + i / kGroup);
             Dot::template store_probabilities<kGroup>(probabilities_, i, p);
@@ -307,8 +299,8 @@ private:
     int64_t query_stride_, acc_stride_;
     QueryRow rows_[kGroup];
     float row_max_[kGroup];
-    // Per lane, where lane i belongs to row i % kGroup: the maxima, exponents relative to them, and sums of weights.
-    float lane_max_[Vec::kWidth], scales_[Vec::kWidth], shifts_[Vec::kWidth], lane_sums_[Vec::kWidth];
+    // Per lane, where lane i belongs to row i % kGroup: the maxima, what weights are relative to, and sums of weights.
+    float lane_max_[Vec::kWidth], references_[Vec::kWidth], lane_sums_[Vec::kWidth];
     float query_units_[Vec::kWidth], units_[kGroup];  // units of products with queries and with probabilities
     float *queries_, *acc_o_;  // (kGroup, query_stride_), in the Dot's layout, and (kGroup, acc_stride_)
     // One step may read the probability of the key after the last: it is 0.

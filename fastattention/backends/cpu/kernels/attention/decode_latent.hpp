@@ -362,13 +362,12 @@ private:
         const float* scores = scores_ + r;
         Vec highest = load(scores);
         for (int64_t j = 1; j < kLatentKeys; ++j) highest = maximum(highest, load(scores + j * rows_));
-        highest = highest * broadcast(units_.of_max);
         const Vec old_max = load(row_max_ + r);
         if (reduce_max(select_less(old_max, highest, broadcast(1.0f), zero())) > 0.0f) online_max(r, highest);
-        const ScoreUnits::Exponent exponent = units_.exponent(load(row_max_ + r));
+        const Vec reference = ScoreUnits::reference(load(row_max_ + r));
         Vec sum = zero();
         auto weight = [&](int64_t j) __attribute__((always_inline)) {
-            const Vec p = exp2<!kPairs>(fma(load(scores + j * rows_), exponent.scale, exponent.shift));
+            const Vec p = units_.template weight<!kPairs>(load(scores + j * rows_), reference);
             sum = sum + p;
             if constexpr (kQuantized<Stored>) return p * broadcast(j < n_ ? value_scales_[j] : 0.0f);
             return p;

@@ -91,14 +91,13 @@ static void load_query(const Call& call, const Sequence& s, QueryRow at, float* 
 template <class Element>
 static void store_result(const Call& call, const Sequence& s, QueryRow at, const float* acc_o, float row_max, float row_sum) {
     const FaAttentionParams& p = *call.params;
-    const ScoreUnits units = ScoreUnits::of(p);
+    row_max *= ScoreUnits::of(p).natural;
     float scale = 1.0f;
     if (p.sinks) {
-        const float sink = p.sinks[at.head] * (units.modified ? 1.0f : kLog2E);
-        const float highest = row_max > sink ? row_max : sink;
+        const float sink = p.sinks[at.head], highest = row_max > sink ? row_max : sink;
         if (highest != -kInfinity) {
-            scale = units.rescaling(row_max, highest);
-            row_sum = row_sum * scale + units.rescaling(sink, highest);
+            scale = exp2((row_max - highest) * kLog2E);
+            row_sum = row_sum * scale + exp2((sink - highest) * kLog2E);
             row_max = highest;
         }
     }
@@ -106,9 +105,8 @@ static void store_result(const Call& call, const Sequence& s, QueryRow at, const
     Element* to = reinterpret_cast<Element*>(s.out) + at.token * p.out_stride_row + at.head * p.out_stride_head;
     store_scaled(acc_o, factor, to, p.headdim_v);
     if (s.lse) {
-        const bool empty = row_sum == 0.0f;
-        const float lse = row_max * (units.modified ? 1.0f : kLn2) + log2(row_sum) * kLn2;
-        s.lse[at.head * p.lse_stride_head + at.token] = empty ? -kInfinity : lse;
+        const float lse = row_sum == 0.0f ? -kInfinity : row_max + log2(row_sum) * kLn2;
+        s.lse[at.head * p.lse_stride_head + at.token] = lse;
     }
 }
 

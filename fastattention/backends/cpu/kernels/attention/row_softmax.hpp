@@ -52,7 +52,7 @@ public:
         for (int64_t j = end; j < padded; ++j) scores[j] = -kInfinity;
 
         const float old_max = *row.max;
-        const float tile_max = reduce_max(known ? *known : highest_of(scores, padded)) * units_.of_max;
+        const float tile_max = reduce_max(known ? *known : highest_of(scores, padded));
         const float new_max = old_max > tile_max ? old_max : tile_max;
         if (new_max != old_max) {
             *row.max = new_max;
@@ -84,10 +84,10 @@ private:
     // lane. Pairs are written as bfloat16 from the start of the row; writes never overtake reads.
     template <bool kScaled>
     Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {
-        const auto [scale, shift] = units_.exponent(broadcast(max));
+        const Vec reference = ScoreUnits::reference(broadcast(max));
         Vec sum = zero();
         for (int64_t j = 0; j < padded; j += Vec::kWidth) {
-            Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));
+            Vec p = units_.template weight<Unit::kElements == 1>(load(scores + j), reference);
             sum = sum + p;
             if (kScaled) p = p * load(value_scales + j);
             if (Unit::kElements == 1) {

@@ -1,4 +1,4 @@
-// Turns raw products q . k into scores for the softmax: scale, softcap, ALiBi and bias. Also defines exponents of weights.
+// Turns raw products q . k into scores for the softmax: scale, softcap, ALiBi and bias. Also defines their weights.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -14,40 +14,38 @@ struct ScoreRow {
     int64_t bias_dtype;
 };
 
-// Whether scores are more than products times a positive number.
+// Whether scores are more than products times a positive number of usual size.
 FA_INLINE bool modifies_scores(const FaAttentionParams& p) {
-    return p.softcap != 0.0 || p.alibi_slopes != nullptr || p.attn_bias != nullptr || p.softmax_scale <= 0.0;
+    const bool usual = p.softmax_scale > 1e-30 && p.softmax_scale < 1e30;
+    return p.softcap != 0.0 || p.alibi_slopes != nullptr || p.attn_bias != nullptr || !usual;
 }
 
-// Units of a call's scores and of the running maxima of its rows. If nothing modifies scores they stay products, and maxima
-// are in log2 units: the scale and the change of base are then one multiplication inside the exponential. Modified scores
-// and their maxima are natural, as in log2 units the lowest bias would not be finite.
+// Units of a call's scores and of the running maxima of its rows. If nothing modifies scores they stay products: the scale
+// and the change of base are then one multiplication inside the exponential. Modified scores are natural.
 struct ScoreUnits {
     bool modified;
-    float of_max;       // from scores to maxima
-    float log2_of_max;  // from maxima to log2 units
+    float natural;  // from scores to natural ones
+    float log2;     // from scores to log2 units
 
     static ScoreUnits of(const FaAttentionParams& p) {
         if (modifies_scores(p)) return {true, 1.0f, kLog2E};
-        return {false, static_cast<float>(p.softmax_scale) * kLog2E, 1.0f};
+        const float scale = static_cast<float>(p.softmax_scale);
+        return {false, scale, scale * kLog2E};
     }
 
-    // A weight is 2^(score * scale + shift), lane by lane.
-    struct Exponent {
-        Vec scale, shift;
-    };
+    // What the weights of a row with this maximum are relative to. A row that has seen no key has the reference 0, so -inf
+    // becomes 0 and a NaN is not lost.
+    static Vec reference(Vec max) { return select_less(max, broadcast(-kLargest), zero(), max); }
 
-    // Exponents relative to the running maxima of rows. The shift of a row that has seen no key is finite, so -inf becomes 0
-    // and a NaN is not lost. If a maximum is too large for log2 units, the weights of all lower scores vanish in any base.
-    Exponent exponent(Vec max) const {
-        constexpr float kMostInLog2 = kLargest / kLog2E;
-        Vec scale = broadcast(of_max * log2_of_max), from_max = broadcast(log2_of_max);
-        if (modified) from_max = scale = select_less(broadcast(kMostInLog2), absolute(max), broadcast(0.5f), scale);
-        return {scale, select_less(max, broadcast(-kLargest), zero(), zero() - max * from_max)};
+    // Weights, lane by lane. The difference comes first: a product of the maximum alone would be rounded, by hundreds for
+    // maxima beyond 1e9.
+    template <bool kPrecise>
+    Vec weight(Vec score, Vec reference) const {
+        return exp2<kPrecise>((score - reference) * broadcast(log2));
     }
 
     // The factor of what was accumulated relative to a lower maximum.
-    float rescaling(float old_max, float new_max) const { return exp2((old_max - new_max) * log2_of_max); }
+    float rescaling(float old_max, float new_max) const { return exp2((old_max - new_max) * log2); }
 };
 
 FA_INLINE ScoreRow score_row(const Call& call, const Sequence& s, int64_t token, int64_t head) {

@@ -22,6 +22,7 @@ FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 // Returns b if either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+FA_INLINE Vec minimum(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 FA_INLINE Vec absolute(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 FA_INLINE Vec iota() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
 

@@ -22,6 +22,7 @@ FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 // Returns b if either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+FA_INLINE Vec minimum(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 FA_INLINE Vec absolute(Vec a) { return {_mm512_abs_ps(a.v)}; }
 FA_INLINE float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
 FA_INLINE float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }

@@ -31,6 +31,7 @@ FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }  // contrac
 FA_INLINE Vec choose(Int4 where, Vec a, Vec b) { return {(Float4)(((Int4)a.v & where) | ((Int4)b.v & ~where))}; }
 // Returns b if either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return choose((Int4)(a.v > b.v), a, b); }
+FA_INLINE Vec minimum(Vec a, Vec b) { return choose((Int4)(a.v < b.v), a, b); }
 FA_INLINE Vec absolute(Vec a) { return {(Float4)((Int4)a.v & 0x7fffffff)}; }
 FA_INLINE Vec iota() { return {Float4{0.0f, 1.0f, 2.0f, 3.0f}}; }
 

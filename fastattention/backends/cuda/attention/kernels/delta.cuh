@@ -80,14 +80,18 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kDeltaWarps * 32, 1)
                         static_cast<int>(known - row_of_heads * tokens)};
     const float lse = p.lse[known], delta = delta_of_row(params, row);
     const bool has_keys = lse != -infinity();
-    float share = 1.0f;
+    const float magnitude = larger(lse, -lse);
+    const bool coarse = magnitude > kLargestPlainLse && magnitude < infinity();
+    float share = 1.0f, margin = 0.0f;
     if (p.attn_bias != nullptr) {
-        const bool plain = lse < kLargestPlainLse && lse > -kLargestPlainLse;
-        const float sum = sum_of_lanes<kLanesOfRow>(plain || !has_keys ? 0.0f : sum_of_weights(p, row, lse));
+        const float sum = sum_of_lanes<kLanesOfRow>(coarse ? sum_of_weights(p, row, lse) : 0.0f);
         if (sum > 0.0f) share = 1.0f / sum;
+    } else if (coarse) {
+        // Products of the backward are summed in another order. As many last bits below lse, a score is the highest.
+        margin = magnitude * 1e-6f;
     }
     if (!exists || lane_index() % kLanesOfRow != 0) return;
-    params.stats[index] = has_keys ? lse * params.exponents_of_lse : infinity();
+    params.stats[index] = has_keys ? (lse - margin) * params.exponents_of_lse : infinity();
     params.stats[params.num_rows + index] = delta - (params.grad_lse == nullptr || !has_keys ? 0.0f : params.grad_lse[index]);
     params.stats[2 * params.num_rows + index] = share;
 }

@@ -191,7 +191,7 @@ private:
         return result;
     }
 
-    // Turns products into weights. slopes: the derivatives of modified scores by products times softmax_scale.
+    // Turns products into weights. An exponent is above 0 only by rounding, which is much where lse is large. slopes: the derivatives of modified scores by products times softmax_scale.
     FA_DEVICE void find_weights(Scores& weights, Scores& slopes, uint32_t stats, int column) const {
         const float scale = p_.softmax_scale * kLog2E;
         const int num_keys = kRowsAreKeys ? num_rows() : num_columns();
@@ -199,10 +199,10 @@ private:
             float& x = weights[step][n][i];
             if constexpr (kModifiesScores) {
                 const ModifiedScore score = modified_score(p_, query.row, x, key, key < num_keys);
-                x = exp2_approximate((score.value - query.lse) * kLog2E) * query.share;
+                x = exp2_approximate(at_most_zero(score.value - query.lse) * kLog2E) * query.share;
                 slopes[step][n][i] = score.slope;
             } else {
-                x = exp2_approximate(x * scale - query.lse);
+                x = exp2_approximate(at_most_zero(x * scale - query.lse));
             }
         });
     }

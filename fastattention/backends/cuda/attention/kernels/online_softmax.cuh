@@ -43,6 +43,21 @@ public:
         max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0] = max_of_score;
     }
 
+    // Whether a running maximum is so large that its rounding errors would show in exponents, where products of scores
+    // are not rounded. Scores then have to be multiplied first.
+    FA_DEVICE bool has_large_max() const {
+        constexpr float kLargestFused = 65536.0f;  // its last bit is 2^-7
+        bool large = false;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const float shift = shift_of(max_[step][which]);
+                large |= larger(shift, -shift) > kLargestFused;
+            }
+        return large;
+    }
+
     // The sum of a row over all keys so far.
     FA_DEVICE float total(int step, int which) const { return Arch::reduce_row(sum_[step][which], add); }
 
@@ -92,7 +107,8 @@ public:
 #pragma unroll
                     for (int i = 0; i < Arch::kElements; ++i)
                         if (Arch::row_of_element(i) == which) {
-                            const float s = exp2_approximate((scores[step][n][i] * times - shift) * kLog2OfMax);
+                            const float exponent = multiply_add(scores[step][n][i], times, -shift);
+                            const float s = exp2_approximate(exponent * kLog2OfMax);
                             sum = i == first_element(which) ? s : sum + s;
                             probabilities[step][n][i] = kept.weight(scales.weight(s, n, i), step, n, i);
                         }

@@ -14,17 +14,17 @@ struct Finished {
 // Normalizes a row. The sink is added to the denominator here.
 FA_DEVICE Finished finished(const AttentionParams& p, int head, float row_max, float row_sum) {
     float scale = 1.0f;
+    row_max *= kNaturalOfMax;  // in log2 units the largest sink would not be finite
     if (p.sinks != nullptr) {
-        const float sink = p.sinks[head] * (kModifiesScores ? 1.0f : kLog2E);
-        const float highest = larger(row_max, sink);
+        const float sink = p.sinks[head], highest = larger(row_max, sink);
         if (highest != -infinity()) {
-            scale = rescaling(row_max, highest);
-            row_sum = row_sum * scale + rescaling(sink, highest);
+            scale = exp2_approximate((row_max - highest) * kLog2E);
+            row_sum = row_sum * scale + exp2_approximate((sink - highest) * kLog2E);
             row_max = highest;
         }
     }
     if (row_sum == 0.0f) return {0.0f, -infinity()};
-    return {scale * reciprocal_approximate(row_sum), row_max * kNaturalOfMax + log2_approximate(row_sum) * kLn2};
+    return {scale * reciprocal_approximate(row_sum), row_max + log2_approximate(row_sum) * kLn2};
 }
 
 // The running maximum and sum of a row.

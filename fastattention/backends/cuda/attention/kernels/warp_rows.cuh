@@ -75,6 +75,7 @@ public:
         if constexpr (kQuantized) scale(scores, scales);
         if constexpr (kInt8Products) scale_products(scores);
         if constexpr (kModifiesScores) score_mod(scores, key);
+        if (multiplies_first_) multiply(scores);
         if (kind != TileKind::kFull)
             apply_mask<Arch>(scores, mask_, key, -infinity(), [&](int step, int which) {
                 return token_of(p_, opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which));
@@ -97,13 +98,14 @@ public:
     // copied before. Probabilities relative to the old maxima suffice unless some warp has found a much higher score. A
     // template, like the next function, as not all architectures have this.
     template <class Path = Arch>
-    FA_DEVICE void exchange_probabilities(const Scores& scores, const LaneScales& scales, int tile_key, uint32_t exchange) {
+    FA_DEVICE void exchange_probabilities(Scores& scores, const LaneScales& scales, int tile_key, uint32_t exchange) {
         const Kept kept = kept_of(tile_key);
         float highest[kSteps][2], sums[kSteps][2];
         const bool raised = softmax_.find_highest(highest, scores, scales);
         leave_probabilities<Path>(sums, scores, scales, kept, exchange);
         if (any_thread(raised)) {
             exchange_maxima(highest, exchange);
+            check_maxima(scores);
             leave_probabilities<Path>(sums, scores, scales, kept, exchange);
             cta_barrier();
         }
@@ -289,13 +291,35 @@ private:
             }
     }
 
-    FA_DEVICE void online_max(const Scores& scores, const LaneScales& scales) {
+    FA_DEVICE void online_max(Scores& scores, const LaneScales& scales) {
         float highest[kSteps][2];
         if (!any_lane(softmax_.find_highest(highest, scores, scales))) return;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) raise_max(step, which, highest[step][which]);
+        check_maxima(scores);
+    }
+
+    // Multiplies these and all later scores first if exponents need it.
+    FA_DEVICE void check_maxima(Scores& scores) {
+        if constexpr (!kModifiesScores && !kInt8Products) {
+            if (multiplies_first_ || !any_lane(softmax_.has_large_max())) return;
+            multiplies_first_ = true;
+            softmax_.set_max_of_score(0, 0, 1.0f);
+            multiply(scores);
+        }
+    }
+
+    // Turns products into the unit of maxima.
+    FA_DEVICE void multiply(Scores& scores) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i)
+                    scores[step][n][i] = multiply_rounded(scores[step][n][i], p_.softmax_scale * kLog2E);
     }
 
     FA_DEVICE void raise_max(int step, int which, float highest) {
@@ -364,6 +388,7 @@ private:
     typename Arch::template Rows<kSteps, kHeaddim> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
     Softmax softmax_;
+    bool multiplies_first_ = false;  // scores, before the softmax
     float query_scale_[kInt8Products ? kSteps : 1][2], key_scale_;  // scales of products in int8; key_scale_ is a tile's
 };
 

@@ -180,6 +180,18 @@ FA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
 FA_DEVICE uint32_t as_bits(float x) { return __float_as_uint(x); }
 // If one is NaN, returns the other.
 FA_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
+// a * b + c, rounded once, and a * b, which no sum may take into its rounding.
+FA_DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+FA_DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+// x, or 0 if x is above it; NaN if x is.
+FA_DEVICE float at_most_zero(float x) {
+#if __CUDA_ARCH__ >= 800
+    asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+    return x;
+#else
+    return x > 0.0f ? 0.0f : x;
+#endif
+}
 // 2^x to two units in the last place; 0 for -infinity.
 FA_DEVICE float exp2_approximate(float x) {
     float y;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -65,12 +66,24 @@ def check_large_scores(
 
 
 def check_large_products(
-    backend: AttentionBackend, dtype: torch.dtype, scale: float, size: float, rows: int, device: str = "cpu"
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    scale: float,
+    size: float,
+    rows: int,
+    device: str = "cpu",
+    qk_dtype: str | None = None,
 ) -> None:
-    """The same without a bias; scale, size: one of SCALES. float16 has no larger queries than 6e4."""
+    """The same without a bias; scale, size: one of SCALES. float16 has no larger queries than 6e4.
+
+    Skips where the backend does not multiply as qk_dtype.
+    """
     q, k, v = _tensors(rows, 300, dtype, device)
     q, k = (x * size for x in (q, k)) if dtype is not torch.float16 else (q, k)
-    _check(backend, *prepare_dense(q, k, v, OPTIONS._replace(softmax_scale=scale)))
+    problem, inputs = prepare_dense(q, k, v, OPTIONS._replace(softmax_scale=scale, qk_dtype=qk_dtype))
+    if qk_dtype is not None and (reason := backend.why_not(problem)) is not None:
+        pytest.skip(reason)
+    _check(backend, problem, inputs)
 
 
 def check_large_sinks(backend: AttentionBackend, dtype: torch.dtype, modified: bool, device: str = "cpu") -> None:

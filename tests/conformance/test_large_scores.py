@@ -42,6 +42,14 @@ def test_products_may_be_large(engine: Engine, dtype: str, scale: float, size: f
         check_large_products(ATTENTION_BACKENDS.get(engine.backend), DTYPES[dtype], scale, size, rows)
 
 
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.isa], ids=lambda engine: engine.name)
+def test_products_in_int8_may_be_large(engine: Engine) -> None:
+    with engine.active():
+        check_large_products(
+            ATTENTION_BACKENDS.get(engine.backend), DTYPES["bfloat16"], *SCALES[0], rows=70, qk_dtype="int8"
+        )
+
+
 @sampled
 @pytest.mark.parametrize("modified", [False, True])
 @every_dtype

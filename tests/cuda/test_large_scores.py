@@ -48,6 +48,11 @@ def test_products_may_be_large(
     check_large_products(backend, dtype, scale, size, rows, device_of(backend))
 
 
+@pytest.mark.parametrize(("scale", "size"), [SCALES[0], SCALES[-1]])
+def test_products_in_int8_may_be_large(backend: AttentionBackend, scale: float, size: float) -> None:
+    check_large_products(backend, torch.float16, scale, size, 20, device_of(backend), qk_dtype="int8")
+
+
 @sampled
 @pytest.mark.parametrize("modified", [False, True])
 def test_sinks_may_be_large(backend: AttentionBackend, modified: bool) -> None:

@@ -43,8 +43,30 @@ public:
         max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0] = max_of_score;
     }
 
-    // Whether a running maximum is so large that its rounding errors would show in exponents, where products of scores
-    // are not rounded. Scores then have to be multiplied first.
+    // Whether scores are in the unit of maxima before they are given.
+    FA_DEVICE bool multiplies_first() const { return multiplies_first_; }
+
+    // Turns scores into the unit of maxima. From the next tile on the caller does so first.
+    FA_DEVICE void multiply(Scores& scores) {
+        const float origin = kScoresHaveOrigin ? as_float(kInt8Origin) : 0.0f;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) {
+                    const float times = max_of_score(step, Arch::row_of_element(i));
+                    scores[step][n][i] = multiply_rounded(scores[step][n][i] - origin, times);
+                }
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) set_max_of_score(step, which, 1.0f);
+        multiplies_first_ = true;
+    }
+
+    // Whether a running maximum is so large that its rounding error would show in exponents, in which products of scores
+    // are not rounded.
     FA_DEVICE bool has_large_max() const {
         constexpr float kLargestFused = 65536.0f;  // its last bit is 2^-7
         bool large = false;
@@ -100,7 +122,7 @@ public:
             for (int which = 0; which < 2; ++which) {
                 const float times = max_of_score(step, which);
                 float shift = shift_of(max_[step][which]);
-                if constexpr (kScoresHaveOrigin) shift += as_float(kInt8Origin) * times;
+                shift += origin() * times;
 #pragma unroll
                 for (int n = first; n < first + kTiles; ++n) {
                     float sum = 0.0f;
@@ -122,7 +144,7 @@ private:
     // product is what becomes 16 bits wide.
     FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
         if constexpr (kScoresHaveOrigin)
-            return (highest_score(scores, step, which) - as_float(kInt8Origin)) * max_of_score(step, which);
+            return (highest_score(scores, step, which) - origin()) * max_of_score(step, which);
         if constexpr (!kQuantized) return highest_score(scores, step, which) * max_of_score(step, which);
         float highest = -infinity();
 #pragma unroll
@@ -155,6 +177,10 @@ private:
         return max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0];
     }
 
+    // What scores are above their values.
+    FA_DEVICE float origin() const { return kScoresHaveOrigin && !multiplies_first_ ? as_float(kInt8Origin) : 0.0f; }
+
+    bool multiplies_first_ = false;
     float max_of_score_[kInt8Products ? kSteps : 1][kInt8Products ? 2 : 1];  // one for each row, or for all
     OfRows max_, sum_;
 };

@@ -75,7 +75,12 @@ public:
         if constexpr (kQuantized) scale(scores, scales);
         if constexpr (kInt8Products) scale_products(scores);
         if constexpr (kModifiesScores) score_mod(scores, key);
-        if (multiplies_first_) multiply(scores);
+        if constexpr (!kModifiesScores) {
+            if (softmax_.multiplies_first()) {
+                if constexpr (!kInt8Products) softmax_.set_max_of_score(0, 0, p_.softmax_scale * kLog2E);
+                softmax_.multiply(scores);
+            }
+        }
         if (kind != TileKind::kFull)
             apply_mask<Arch>(scores, mask_, key, -infinity(), [&](int step, int which) {
                 return token_of(p_, opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which));
@@ -303,23 +308,9 @@ private:
 
     // Multiplies these and all later scores first if exponents need it.
     FA_DEVICE void check_maxima(Scores& scores) {
-        if constexpr (!kModifiesScores && !kInt8Products) {
-            if (multiplies_first_ || !any_lane(softmax_.has_large_max())) return;
-            multiplies_first_ = true;
-            softmax_.set_max_of_score(0, 0, 1.0f);
-            multiply(scores);
+        if constexpr (!kModifiesScores) {
+            if (!softmax_.multiplies_first() && any_lane(softmax_.has_large_max())) softmax_.multiply(scores);
         }
-    }
-
-    // Turns products into the unit of maxima.
-    FA_DEVICE void multiply(Scores& scores) const {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int n = 0; n < kWarpKeys / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < Arch::kElements; ++i)
-                    scores[step][n][i] = multiply_rounded(scores[step][n][i], p_.softmax_scale * kLog2E);
     }
 
     FA_DEVICE void raise_max(int step, int which, float highest) {
@@ -388,7 +379,6 @@ private:
     typename Arch::template Rows<kSteps, kHeaddim> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
     Softmax softmax_;
-    bool multiplies_first_ = false;  // scores, before the softmax
     float query_scale_[kInt8Products ? kSteps : 1][2], key_scale_;  // scales of products in int8; key_scale_ is a tile's
 };
 

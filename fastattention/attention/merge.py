@@ -19,7 +19,7 @@ from fastattention.engine.checks import (
     needs_grad,
     spec_of,
 )
-from fastattention.engine.eager import runs_eagerly
+from fastattention.engine.eager import runs_eagerly, transform_level
 from fastattention.engine.kinds import check_kinds, check_readable
 from fastattention.engine.registry import Verdict, serving
 from fastattention.errors import ArgumentError
@@ -36,8 +36,8 @@ def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | 
 
         lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) * out_i
 
-    A part without keys (lse -inf) takes no part; rows that no part has keys for give 0 and -inf. Differentiable. Raises
-    ArgumentError when counts, shapes or dtypes do not fit.
+    A part without keys takes no part: its lse is -inf, or +inf as flash-attn has it. Rows that no part has keys for
+    give 0 and -inf. Differentiable. Raises ArgumentError when counts, shapes or dtypes do not fit.
 
     Where the cuda backend is available, its kernel merges parts in float16, bfloat16 or float32 on a GPU from Pascal
     on, when no gradient is needed: up to 8 parts in one launch, more in groups of 8 whose results are merged in
@@ -50,6 +50,8 @@ def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | 
         if not runs_eagerly(*outs, *lses):
             if not torch.compiler.is_compiling():
                 check_kinds(_named(outs, lses))
+            return merge_parts(outs, lses)
+        if transform_level() is not None:  # torch.func follows operations of torch
             return merge_parts(outs, lses)
         pointers(*outs, *lses)  # raises where a tensor has no memory, which torch.stack does not check
         problem = MergeProblem(*first, needs_grad(*outs, *lses))

@@ -21,8 +21,9 @@ from fastattention.attention.validation.lengths import (
     check_varlen,
     check_varlen_numbers,
 )
+from fastattention.backends.common.gradients import NO_BACKWARD
 from fastattention.backends.common.traffic import Extent
-from fastattention.engine.checks import is_functionalizing, read_int
+from fastattention.engine.checks import is_functionalizing, needs_grad, read_int
 from fastattention.engine.eager import require_eager
 from fastattention.engine.explain import Traffic
 from fastattention.engine.operator import G, Operator
@@ -167,6 +168,8 @@ class AttentionKvCache(_AttentionOperator[KvCacheArguments]):
         return _shapes(given.q, given.v_cache, options.return_lse)
 
     def check_traceable(self, given: KvCacheArguments, options: Options) -> None:
+        if needs_grad(*given):
+            raise UnsupportedError(NO_BACKWARD)
         if options.panels is not None:
             require_eager(given._asdict(), "; use a DenseKVStore")
         if is_functionalizing():

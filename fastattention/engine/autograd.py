@@ -31,6 +31,20 @@ def differentiable(operator: AnyOperator, backend: Backend[Any, Any, Any], probl
     return run
 
 
+def without_autocast(operator: AnyOperator, problem: Any, serve: Serve) -> Serve:
+    """`serve`, made of operations of torch, whose results and gradients autocast does not round to 16 bits."""
+
+    def run(inputs: Any) -> Any:
+        if not torch.is_autocast_enabled(problem.device.type):
+            return serve(inputs)
+        if problem.grads and not problem.in_transform:
+            return operator.output(*WithoutAutocast.apply(operator, problem, serve, *inputs))  # type: ignore[no-untyped-call]
+        with torch.autocast(problem.device.type, enabled=False):
+            return serve(inputs)
+
+    return run
+
+
 def gradients(
     backend: Backend[Any, Any, Any], problem: Any, inputs: Any, output: Any, grads: Any
 ) -> Mapping[str, Tensor]:
@@ -44,17 +58,25 @@ def gradients_by_torch(operator: AnyOperator, problem: Any, inputs: Any, grads: 
     given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
     leaves = {name: tensor.detach().requires_grad_(name in problem.grads) for name, tensor in given.items()}
     inputs = inputs._replace(**leaves)
-    with torch.enable_grad():
-        output = operator.registry.get(operator.fallback).make_call(problem, inputs)(inputs)
-    pairs = [(x, grad) for x, grad in zip(output, grads, strict=False) if x is not None and grad is not None]
-    found = torch.autograd.grad(
+    with torch.autocast(problem.device.type, enabled=False):
+        with torch.enable_grad():
+            output = operator.registry.get(operator.fallback).make_call(problem, inputs)(inputs)
+        found = _gradients_of(output, [leaves[name] for name in problem.grads], grads)
+    return {name: grad.contiguous() for name, grad in zip(problem.grads, found, strict=True)}
+
+
+def _gradients_of(results: Sequence[Tensor | None], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+    """Gradients of leaves, zeros for unused ones, from the graph that leads to results, which is kept."""
+    given = zip(results, grads, strict=False)
+    pairs = [(x, grad) for x, grad in given if x is not None and x.requires_grad and grad is not None]
+    return torch.autograd.grad(
         [x for x, _ in pairs],
-        [leaves[name] for name in problem.grads],
+        leaves,
         [grad for _, grad in pairs],
+        retain_graph=True,
         allow_unused=True,
         materialize_grads=True,
     )
-    return {name: grad.contiguous() for name, grad in zip(problem.grads, found, strict=True)}
 
 
 class FastAttention(Function):
@@ -97,6 +119,29 @@ class FastAttention(Function):
             else:
                 found = gradients(ctx.backend, ctx.problem, inputs, operator.output(**results), grads)
         return None, None, None, None, *(found.get(name) for name in inputs._fields)
+
+
+class WithoutAutocast(Function):
+    """A node around the graph of a call's operations: its backward runs without autocast. No second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: AnyOperator, problem: Any, serve: Serve, *inputs: Tensor | None) -> Any:  # noqa: D102
+        leaves = operator.inputs(*(x if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs))
+        with torch.autocast(problem.device.type, enabled=False), torch.enable_grad():
+            output = serve(leaves)
+        ctx.device_type, ctx.results = problem.device.type, output
+        ctx.leaves = {index: x for index, x in enumerate(leaves) if x is not None and x.requires_grad}
+        ctx.set_materialize_grads(False)
+        return tuple(x if x is None else x.detach() for x in output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: D102
+        found: Mapping[int, Tensor] = {}
+        if any(grad is not None for grad in grads):
+            with torch.autocast(ctx.device_type, enabled=False):
+                found = dict(zip(ctx.leaves, _gradients_of(ctx.results, list(ctx.leaves.values()), grads), strict=True))
+        return None, None, None, *(found.get(index) for index in range(len(ctx.needs_input_grad) - 3))
 
 
 def _gradients_by_operator(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 import torch
 
 from fastattention.engine import torch_ops
-from fastattention.engine.autograd import differentiable
+from fastattention.engine.autograd import differentiable, without_autocast
 from fastattention.engine.backend import I, O, P
 from fastattention.engine.bounded import BoundedDict
 from fastattention.engine.checks import require_tensor
@@ -196,7 +196,11 @@ class Plan(Generic[G, S, P, I, O, B]):
         self.has_backward = self.backend.has_backward and bool(problem.grads)  # type: ignore[attr-defined]
         # Functions that serve calls without autograd, and with it.
         self.serve = operator.around(self.backend, problem, self.backend.make_call(problem, inputs))
-        self.forward = differentiable(operator, self.backend, problem, self.serve) if self.has_backward else self.serve
+        self.forward = self.serve
+        if self.has_backward:
+            self.forward = differentiable(operator, self.backend, problem, self.serve)
+        elif self.backend.name == operator.fallback:
+            self.forward = without_autocast(operator, problem, self.serve)
         self._range = f"fastattention::{self.backend.name}"
         fields = zip(inputs._fields, given, inputs, strict=True)  # type: ignore[attr-defined]
         self._converted = [name for name, before, after in fields if before is not after]

@@ -166,8 +166,11 @@ def _differentiate(operator: AnyOperator, ctx: Any, given_grads: Sequence[Tensor
         return (None,) * int(ctx.num_inputs)
     saved = ctx.saved_tensors  # read once: checkpointing counts
     tensors, results = saved[:num_tensors], saved[num_tensors:]
-    if not grads:  # a caller of the operator that did not name gradients gets them as well
-        grads = " ".join(name for name, needed in zip(operator.tensors, ctx.needs_input_grad, strict=False) if needed)
+    wanted = [name for name, needed in zip(operator.tensors, ctx.needs_input_grad, strict=False) if needed]
+    if not set(wanted) <= set(grads.split()):
+        # The forward was told of others: a traced graph keeps those of its trace, and torch.vmap hides some. The saved
+        # results may lack what the backward of these needs.
+        grads, results = " ".join(wanted), (None,) * len(results)
     found = call_backward(operator, found_grads, tensors, results, options, grads, backend)
     return tuple(found.get(name) for name in operator.tensors) + (None,) * (int(ctx.num_inputs) - num_tensors)
 
@@ -214,4 +217,11 @@ def _backward(operator: AnyOperator, named: Mapping[str, Any]) -> list[Tensor]:
     else:
         with recording():
             found = gradients_by_torch(operator, plan.problem, inputs, from_gradients)
-    return [found[name].to(getattr(given, name).dtype) for name in names]
+    # No operator of torch may return an argument. Kernels may have read a tensor expanded, or in another dtype.
+    arguments = {x.untyped_storage()._cdata for x in named.values() if isinstance(x, Tensor)}
+    found_as_given = []
+    for name in names:
+        tensor: Tensor = getattr(given, name)
+        grad = found[name].sum_to_size(tensor.shape).to(tensor.dtype)
+        found_as_given.append(grad.clone() if grad.untyped_storage()._cdata in arguments else grad)
+    return found_as_given

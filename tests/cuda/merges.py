@@ -30,16 +30,19 @@ class MergeCase(NamedTuple):
     memory_lse: tuple[Memory, ...] = ("contiguous",)
 
     def parts(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Parts with the same values each time. A quarter of the rows have no keys and hold NaN, like memory around."""
+        """Parts with the same values each time. A quarter of the rows have no keys and hold NaN, like memory around.
+
+        The lse of such a row is -inf, or +inf as flash-attn has it.
+        """
         generator = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
         *batch, tokens, nheads, _ = self.out_shape
         outs, lses = [], []
         for part in range(self.num_parts):
             out = torch.randn(self.out_shape, generator=generator).to(dtype)
             lse = 3.0 * torch.randn(*batch, nheads, tokens, generator=generator)
-            lse[torch.rand(lse.shape, generator=generator) < 0.25] = -torch.inf
+            lse[torch.rand(lse.shape, generator=generator) < 0.25] = (-1) ** (part + 1) * torch.inf
             lses.append(place(lse[None], self.memory_lse[part % len(self.memory_lse)]).view[0])
-            out[lses[-1].isneginf().transpose(-1, -2)] = torch.nan
+            out[lses[-1].isinf().transpose(-1, -2)] = torch.nan
             outs.append(place(out, self.memory[part % len(self.memory)]).view)
         return outs, lses
 
@@ -76,6 +79,7 @@ CASES = [
 def exact(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64, by the definition: weights are exp(lse_i - lse)."""
     stacked = torch.stack(list(lses)).double().transpose(-1, -2).unsqueeze(-1)
+    stacked[stacked.isposinf()] = -torch.inf
     lse = stacked.logsumexp(dim=0)
     weights = (stacked - lse).exp().masked_fill(stacked.isneginf(), 0.0)
     values = torch.stack(list(outs)).double().masked_fill(stacked.isneginf(), 0.0)
@@ -91,7 +95,7 @@ def check_merge(merge: Merger, outs: list[Tensor], lses: list[Tensor]) -> None:
     for got, true, plain in zip((out, lse), expected, merge_parts(outs, lses), strict=True):
         assert torch.equal(got.isneginf(), true.isneginf())
         assert largest_error(got, true) <= 2.0 * largest_error(plain, true) + TOLERANCE
-    dead = torch.stack(lses).isneginf().all(dim=0).transpose(-1, -2)
+    dead = torch.stack(lses).isinf().all(dim=0).transpose(-1, -2)
     assert not out[dead].any()
     again = merge(outs, lses)
     assert torch.equal(out, again[0])

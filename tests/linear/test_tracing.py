@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -106,10 +107,24 @@ def test_autocast_does_not_round_products(rule: str) -> None:
     inputs = LinearCase(rule=rule, seqlen=70, headdim_k=16, headdim_v=8, initial_state=True).tensors(torch.float32)
     for tensor in leaves(inputs):
         tensor.requires_grad_()
+    wanted = [*results(inputs), *gradients(results, inputs, leaves(inputs))]
     with torch.autocast("cpu", torch.bfloat16):
-        given = results(inputs)
-    for result, wanted in zip(given, results(inputs), strict=True):
-        assert torch.equal(result, wanted)
+        given = [*results(inputs), *gradients(results, inputs, leaves(inputs))]
+    for result, right in zip(given, wanted, strict=True):
+        assert torch.equal(result, right)
+
+
+@RULES
+@pytest.mark.parametrize("traced", [False, True])
+def test_no_tokens_have_gradients_of_nothing(rule: str, traced: bool) -> None:
+    inputs = LinearCase(rule=rule, seqlen=0, headdim_k=16, headdim_v=8, initial_state=True).tensors(torch.float32)
+    for tensor in leaves(inputs):
+        tensor.requires_grad_()
+    with FlopCounterMode(display=False) if traced else contextlib.nullcontext():
+        out, state = results(inputs)
+        (out.sum() + state.sum()).backward()
+    assert [x.grad.shape for x in leaves(inputs)] == [x.shape for x in leaves(inputs)]
+    assert torch.equal(inputs.initial_state.grad, torch.ones_like(state))
 
 
 @RULES

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, func
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fastattention import (
@@ -120,6 +121,52 @@ def test_vmap_of_every_function_is_a_loop(call: FunctionCall) -> None:
         assert_close(found, tuple(expected))
         for name in caches & names:
             assert torch.equal(stacked[name], torch.stack([tensors[name] for tensors in looped]))
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k", "v"), ("q", "k", "v", "sinks"), ("sinks",)], ids=" ".join)
+def test_gradients_through_vmap_are_those_of_a_loop(wanted: tuple[str, ...]) -> None:
+    """The operator within vmap does not see which mapped tensors require a gradient."""
+    tensors = {"q": Q[0], "k": K, "v": V, "sinks": torch.tensor([0.3, -1.0])}
+    leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = fast_attn_func(q, k, v, causal=True, sinks=leaves["sinks"])
+        return out
+
+    q, k, v, _ = leaves.values()
+    sums = (
+        func.vmap(attention, in_dims=(None, 0, 0))(q, k, v).square().sum(),
+        torch.stack([attention(q, *pair) for pair in zip(k, v, strict=True)]).square().sum(),
+    )
+    got, right = (torch.autograd.grad(each, [leaves[name] for name in wanted]) for each in sums)
+    torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_trace_gives_gradients_that_were_not_wanted_when_it_was_made(bias: bool) -> None:
+    tensors = [Q[0], K[0], V[0], *([torch.randn(1, 5)] if bias else [])]
+
+    def attention(*tensors: Tensor) -> Tensor:
+        q, k, v, *rest = tensors
+        out: Tensor = fast_attn_func(q, k, v, attn_bias=rest[0] if rest else None)
+        return out
+
+    # The bias of the trace requires a gradient, so the sdpa backend serves its call.
+    traced_with = [x.clone().requires_grad_(index == (3 if bias else 0)) for index, x in enumerate(tensors)]
+    graph = make_fx(attention)(*traced_with)
+    leaves = [x.clone().requires_grad_(index < 3) for index, x in enumerate(tensors)]
+    got, right = (torch.autograd.grad(f(*leaves).square().sum(), leaves[:3]) for f in (graph, attention))
+    torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("transform", [func.grad, lambda f: lambda x: func.vjp(f, x)[1](torch.tensor(1.0))[0]])
+def test_a_merge_has_derivatives(transform: Callable[..., Any]) -> None:
+    def loss(q: Tensor) -> Tensor:
+        parts = [fast_attn_func(q, K[0][:, part], V[0][:, part], return_lse=True) for part in (slice(2), slice(2, 5))]
+        return merge_attn_states([out for out, _ in parts], [lse for _, lse in parts])[0].square().sum()
+
+    q = Q[0].clone().requires_grad_()
+    torch.testing.assert_close(transform(loss)(Q[0]), torch.autograd.grad(loss(q), q)[0])
 
 
 def test_vmap_refuses_to_append_to_a_cache_that_is_not_mapped() -> None:

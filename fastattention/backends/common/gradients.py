@@ -5,10 +5,14 @@ from __future__ import annotations
 from fastattention.attention.problem import Layout, Problem
 
 COMPUTED = ("q", "k", "v", "sinks")
+NO_BACKWARD = (
+    "fast_attn_with_kvcache has no backward and an argument requires a gradient; call it under torch.no_grad() or "
+    "torch.inference_mode(), or use fast_attn_func"
+)
 
 
 def why_not_in_transform(alternative: str) -> str:
-    """Why our kernels does not serve a call within torch.func.grad, jvp or forward-mode differentiation."""
+    """Why our kernels do not serve a call within torch.func.grad, jvp or forward-mode differentiation."""
     return f"torch.func or forward-mode differentiation follows operations of torch alone; use backend={alternative!r}"
 
 
@@ -17,7 +21,7 @@ def why_not_backward(problem: Problem, name: str) -> str | None:
     if not problem.needs_grad:
         return None
     if problem.layout is Layout.KVCACHE:
-        return "fast_attn_with_kvcache has no backward; call it under torch.no_grad(), or use fast_attn_func"
+        return NO_BACKWARD
     if problem.qk_dtype is not None:
         return "gradients are not served with qk_dtype; leave it out, or call under torch.no_grad()"
     if problem.in_transform:

@@ -11,6 +11,7 @@ from torch import Tensor
 def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(out, lse) of all parts: the formula of `fastattention.merge_attn_states`, whose arguments they are."""
     stacked = torch.stack(list(lses))
+    stacked = stacked.masked_fill(stacked.isposinf(), -torch.inf)
     peak = stacked.detach().amax(dim=0)
     peak = peak.masked_fill(peak.isneginf(), 0.0)
     weights = torch.exp(stacked - peak)
@@ -18,7 +19,7 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
     dead = total == 0.0
     total = total.masked_fill(dead, 1.0)
     merged = torch.zeros_like(outs[0], dtype=torch.float32)
-    for out, lse, weight in zip(outs, lses, weights / total, strict=True):
+    for out, lse, weight in zip(outs, stacked, weights / total, strict=True):
         merged = merged + _per_row(weight) * out.float().masked_fill(_per_row(lse.isneginf()), 0.0)
     return merged.to(outs[0].dtype), (peak + total.log()).masked_fill(dead, -torch.inf)
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.common.arguments import why_not_arguments
+from fastattention.backends.common.gradients import NO_BACKWARD
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.sdpa import causal_split, cudnn_prefill, fused, gpu_kernels, math
@@ -39,10 +40,7 @@ class SdpaBackend(AttentionBackend):
         if (reason := why_not_arguments(problem, self.name, _SERVED)) is not None:
             return reason
         if problem.layout is Layout.KVCACHE and problem.needs_grad:
-            return (
-                "fast_attn_with_kvcache has no backward and an argument requires grad; "
-                "call it under torch.no_grad() or torch.inference_mode(), or use fast_attn_func"
-            )
+            return NO_BACKWARD
         return None
 
     def how(self, problem: Problem) -> str:

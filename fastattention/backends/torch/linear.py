@@ -43,13 +43,7 @@ class TorchBackend(LinearBackend):
     def make_call(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """The computation itself; nothing is prepared."""
         chunk = _CHUNK[problem.gate_per_key] if problem.chunked else 1
-
-        def serve(inputs: LinearInputs) -> LinearOutput:
-            # Autocast would round operands of products to 16 bits, which no other backend does.
-            with torch.autocast(problem.device.type, enabled=False):
-                return linear_attention(problem, inputs, chunk)
-
-        return serve
+        return lambda inputs: linear_attention(problem, inputs, chunk)
 
 
 class _Tokens(NamedTuple):
@@ -92,7 +86,7 @@ def linear_attention(
         ]
         out, states = torch.cat([out for out, _ in parts], dim=2), torch.cat([state for _, state in parts])
     else:
-        out, states = tokens.v.clone(), states.clone()
+        out, states = _nothing(tokens), states.clone()
     out = out.transpose(1, 2).to(problem.dtype).contiguous()
     return LinearOutput(out, states.float().contiguous() if problem.returns_state else None)
 
@@ -104,8 +98,15 @@ def _sequences(tokens: _Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tens
         out, state = _chunk(tokens.part(first, first + chunk), state)
         outs.append(out)
     if not outs:  # results are tensors of their own
-        return tokens.v.clone(), state.clone()
+        return _nothing(tokens), state.clone()
     return torch.cat(outs, dim=2), state
+
+
+def _nothing(tokens: _Tokens) -> Tensor:
+    """The result for no tokens, made of all tensors: so each of them has a gradient, which is empty."""
+    q, k, v, g, beta = tokens
+    out = v * q[..., :1] * k[..., :1] * g[..., :1]
+    return out if beta is None else out * beta.unsqueeze(-1)
 
 
 def _chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,7 @@ private:
         if (part >= p_.num_parts) return;
         lse = p_.lses[part][batch_ * p_.lses_stride_batch[part] + head_ * p_.lses_stride_head[part] +
                             token_ * p_.lses_stride_row[part]];
+        if (lse == infinity()) lse = -infinity();  // flash-attn marks parts without keys like this
         const int64_t at = batch_ * p_.outs_stride_batch[part] + token_ * p_.outs_stride_row[part] +
                            head_ * p_.outs_stride_head[part] + first_column_;
         out = Columns<Parts>::read(static_cast<const Parts::Item*>(p_.outs[part]) + at, p_.headdim_v - first_column_);

@@ -23,7 +23,7 @@ from transformers import (
 
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.integrations import transformers as integration
-from fastattention.integrations.transformers import mask_function, masks
+from fastattention.integrations.transformers import attention, mask_function, masks
 from fastattention.integrations.transformers.masks import CachedMask
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from integrations.models import DECODERS, VOCABULARY, assert_same, greedy, make_cache, padding_mask, pair, prompts
@@ -174,9 +174,13 @@ def test_the_public_way_to_load_a_model() -> None:
     assert model(prompts()).logits.shape == (3, 11, VOCABULARY)
 
 
-def test_weights_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="attn_implementation='eager'"):
-        pair("llama").fast(prompts(), output_attentions=True)
+def test_weights_are_none_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(attention._log, "warning_once", said.append)
+    output = pair("llama").fast(prompts(), output_attentions=True)
+    assert all(weights is None for weights in output.attentions)
+    assert all("attn_implementation='eager'" in text for text in said)
+    assert said
     config = copy.deepcopy(pair("llama").fast.config)
     with pytest.raises(ValueError, match="output_attentions"):  # by Transformers
         config.output_attentions = True
@@ -269,9 +273,12 @@ def test_one_query_without_a_mask_sees_every_key() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_one_compiled_step_decodes_a_static_cache(side: str) -> None:
-    """Runs as in `generate`: the mask is made outside, and no step after the first is compiled again."""
+    """Runs as in `generate`: the mask is made outside, and the last step fills the cache.
+
+    No step after the first is compiled again.
+    """
     graphs = []
 
     def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -280,10 +287,11 @@ def test_one_compiled_step_decodes_a_static_cache(side: str) -> None:
 
     results = []
     for model, run in ((pair("llama").eager, None), (pair("llama").fast, count)):
-        past, ids, mask = StaticCache(config=model.config, max_cache_len=24), prompts(), padding_mask(side)
-        step = model if run is None else torch.compile(model, backend=run, fullgraph=True)
+        past, ids, mask = StaticCache(config=model.config, max_cache_len=15), prompts(), padding_mask(side)
+        step = model if run is None else torch.compile(model, backend=run, fullgraph=True, dynamic=False)
         with torch.no_grad():
-            logits = [model(ids, attention_mask=mask, **{CACHE_ARGUMENT: past}).logits[:, -1]]
+            model(ids, attention_mask=mask, **{CACHE_ARGUMENT: past})
+            logits = []
             for token in range(4):
                 mask = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
                 ids = torch.cat([ids, ids[:, token : token + 1]], dim=1)
@@ -295,7 +303,7 @@ def test_one_compiled_step_decodes_a_static_cache(side: str) -> None:
     assert_same(results[1], results[0])
     assert len(graphs) == 1
     called = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"}
-    assert any("attention_kvcache" in target for target in called)
+    assert any("attention_kvcache" in target for target in called) == (side != "right")
 
 
 def test_a_step_that_may_not_read_lengths_decodes_a_static_cache_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.transformers.block_sparse import prefill_functions
@@ -26,6 +27,7 @@ from fastattention.integrations.transformers.stored import StoredTokens
 UNKNOWN_ARGUMENTS = ("block_indices", "sinks")
 _VARLEN_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MEANINGFUL = frozenset((*UNKNOWN_ARGUMENTS, *_VARLEN_ARGUMENTS, "output_attentions"))
+_log = logging.get_logger(__name__)
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -63,12 +65,12 @@ def fast_attention_forward(
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
     Returns (out, None): out is (batch_size, seqlen_q, nheads, headdim_v); there are no weights to return.
-    Raises UnsupportedError for output_attentions and the arguments of sparse models, ArgumentError for masks that do
-    not fit.
+    Warns once of output_attentions. Raises UnsupportedError for the arguments of sparse models, ArgumentError for masks
+    that do not fit.
     """
     has_more = not _MEANINGFUL.isdisjoint(kwargs)
     if has_more:
-        _refuse_unsupported(kwargs)
+        _check_unsupported(kwargs)
     if indices is not None:
         attention_mask = _selected(attention_mask, indices, query, key)
     functions = prefill_functions(functions, module, query, key, attention_mask)
@@ -98,7 +100,7 @@ def fast_attention_forward(
     return attend_dense(q, k, v, position_bias, scores, causal, window), None
 
 
-def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+def _check_unsupported(kwargs: dict[str, Any]) -> None:
     for name in UNKNOWN_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedError(
@@ -106,9 +108,9 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
                 "load it with attn_implementation='eager'"
             )
     if kwargs.get("output_attentions"):
-        raise UnsupportedError(
-            "output_attentions=True needs the matrix of weights, which fast_attention never makes; "
-            "load the model with attn_implementation='eager'"
+        _log.warning_once(
+            "fast_attention never makes the matrix of weights that output_attentions=True asks for, and returns None; "
+            "load the model with attn_implementation='eager' to get it"
         )
 
 

@@ -57,6 +57,7 @@ def fast_attention_mask(
     if isinstance(attention_mask, SequenceMask):
         return attention_mask  # `generate` made it for the forward pass that now asks for it
     require_dispatch(config)
+    static = isinstance(q_offset, Tensor)
     if isinstance(q_offset, Tensor) and not is_tracing(q_offset):
         q_offset = int(q_offset)  # a static cache counts on the device, and later changes this tensor
     if attention_mask is not None:
@@ -86,7 +87,8 @@ def fast_attention_mask(
     unreadable = isinstance(q_offset, Tensor) or (attention_mask is not None and is_tracing(attention_mask))
     if needed or pattern is None or unreadable:
         return as_tensor()
-    call = _Call((batch_size, 1, q_length, kv_length), int(q_offset), kv_offset, pattern, device, packs, as_tensor)
+    shape = (batch_size, 1, q_length, kv_length)
+    call = _Call(shape, int(q_offset), kv_offset, pattern, device, packs, static and q_length == 1, as_tensor)
     if pattern.sequence_ids is not None:
         return call.sequences(pattern.sequence_ids)
     # Models that compute with their mask do not allow skipping it. Nor does `generate`, when it decodes into a static
@@ -116,6 +118,7 @@ class _Call(NamedTuple):
     pattern: Pattern
     device: torch.device | str
     packs: bool
+    is_static_step: bool  # of decoding into a static cache: all such steps get masks of one kind, for torch.compile
     as_tensor: Callable[[], Tensor]
 
     def mask(self, attention_mask: Tensor | None) -> SequenceMask | Tensor:
@@ -157,7 +160,8 @@ class _Call(NamedTuple):
 
     def _without_padding(self, num_keys: int) -> SequenceMask:
         batch_size, _, q_length, kv_length = self.shape
-        if num_keys < kv_length and q_length == 1 and not torch.is_grad_enabled():
+        in_place = self.is_static_step or (num_keys < kv_length and q_length == 1)
+        if in_place and not torch.is_grad_enabled():
             # Lengths in a tensor, so that one compiled decoding step serves them all.
             lengths = torch.full((batch_size,), num_keys, dtype=torch.int32, device=self.device)
             return CachedMask(*self._common(num_keys), constant(lengths, [num_keys] * batch_size), None, False)
@@ -170,7 +174,7 @@ class _Call(NamedTuple):
         windowed = -1 not in common[2]
         first, end, contiguous = _runs(used)
         # Gathering tokens keeps their order, but not distances across padding between them.
-        if windowed and not contiguous:
+        if not contiguous and (windowed or self.is_static_step):
             return self.as_tensor()
         reaches_end = bool((end == num_keys).all())
         in_place = q_length < num_keys or not self.packs

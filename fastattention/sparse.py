@@ -170,7 +170,7 @@ def recall(
     - `block_mask`: bool (batch_size or 1, nheads or 1, rows, columns), on the device of q; `block_size`: that of its
         blocks
 
-    Returns float32 (batch_size, nheads): the mean over the queries that see a key, NaN if none does. It computes all
+    Returns float32 (batch_size, nheads): the mean over the queries that see a key, 1 if none does. It computes all
     scores in float32, as many rows at a time as fit 32 MiB, at least one. No gradient flows through it. Raises
     ArgumentError for tensors that do not fit.
     """
@@ -194,7 +194,7 @@ def recall(
             scores.masked_fill_(keys > rows[:, None] + seqlen_k - seqlen_q, -math.inf)
         kept = block_mask[:, :, rows // block_m][..., keys // block_n]
         total += (scores.softmax(dim=-1) * kept).sum(dim=(-2, -1))
-    return total / (seqlen_q - first)
+    return total / (seqlen_q - first) if first < seqlen_q else total + 1.0
 
 
 def density(
@@ -211,14 +211,14 @@ def density(
         of its blocks
     - `causal`: blocks in which a causal mask hides every pair do not count, kept or not.
 
-    Returns a number from 0 to 1, over all sequences and heads of the mask. It is NaN where no block needs work. Raises
+    Returns a number from 0 to 1, over all sequences and heads of the mask; 1 where no block needs work. Raises
     ArgumentError for a mask that does not fit.
     """
     blocks = _Blocks.of(seqlen_q, seqlen_k, block_size, block_mask.device if isinstance(block_mask, Tensor) else None)
     _check_mask(block_mask, blocks, None)
     visible = blocks.visible(read_flag("causal", causal))
     needed = int(visible.sum()) * block_mask.shape[0] * block_mask.shape[1]
-    return int((block_mask & visible).sum()) / needed if needed else math.nan
+    return int((block_mask & visible).sum()) / needed if needed else 1.0
 
 
 class _Blocks(NamedTuple):

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import continuous_api, initiali
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
-from fastattention import fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention import UnsupportedError, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.integrations.transformers import batching, page_allocators
 from integrations.models import DECODERS, VOCABULARY, pair
 
@@ -279,9 +279,27 @@ def test_other_implementations_are_switched_if_asked_for(auto_switch_to_flash: b
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("ignored", "named"),
+    [
+        ({"stop_strings": ["x"]}, r"stop_strings=\['x'\]"),
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2"),
+        ({"repetition_penalty": 1.5}, "RepetitionPenaltyLogitsProcessor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")  # by Transformers
+def test_settings_that_batching_ignores_are_refused(ignored: dict[str, Any], named: str) -> None:
+    config = GenerationConfig(max_new_tokens=3, eos_token_id=1, **ignored)
+    with pytest.raises(UnsupportedError, match=named):
+        pair("llama").fast.init_continuous_batching(config)
+    copy.deepcopy(pair("llama").eager).init_continuous_batching(config)  # as before
+
+
 def test_disable_puts_everything_back() -> None:
     def state() -> list[Any]:
         return [
+            continuous_api.ContinuousBatchingManager.__init__,
             continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn,
             initialization.ensure_decode_fast_path_is_available,
             paged_cache.PagedAttentionCache.update,

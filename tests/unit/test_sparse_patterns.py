@@ -256,17 +256,17 @@ def test_recall_of_top_p_reaches_p_where_means_say_all() -> None:
         assert sparse.recall(q, k, kept, block_size=64).min() >= p - 1e-5
 
 
-def test_without_keys_nothing_is_kept_and_nothing_is_known() -> None:
+def test_without_keys_nothing_is_kept_and_nothing_is_lost() -> None:
     q, k = tensors(100, 0)
     kept = sparse.top_p_blocks(q, k, 0.5)
     assert kept.shape == (2, 4, 1, 0)
     assert sparse.streaming(3, 100, 0, sink_tokens=1, local_tokens=1).shape == (1, 3, 1, 0)
     assert sparse.strided(3, 0, 100, stride=1, local_tokens=1).shape == (1, 3, 0, 1)
     for causal in (False, True):
-        assert sparse.recall(q, k, kept, causal=causal).isnan().all()
-        assert math.isnan(sparse.density(kept, seqlen_q=100, seqlen_k=0, causal=causal))
+        assert (sparse.recall(q, k, kept, causal=causal) == 1.0).all()
+        assert sparse.density(kept, seqlen_q=100, seqlen_k=0, causal=causal) == 1.0
     assert sparse.top_p_blocks(*tensors(0, 100), 0.5).shape == (2, 4, 0, 1)
-    assert sparse.recall(*tensors(0, 100), torch.ones(1, 1, 0, 1, dtype=torch.bool)).isnan().all()
+    assert (sparse.recall(*tensors(0, 100), torch.ones(1, 1, 0, 1, dtype=torch.bool)) == 1.0).all()
 
 
 @given(LENGTHS, LENGTHS, BLOCK_SIZES, st.booleans(), st.integers(0, 2**16))

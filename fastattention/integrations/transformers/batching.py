@@ -6,7 +6,7 @@
     model.set_attn_implementation("fast_attention")
     model.generate_batch(prompts)
 
-`enable` wraps three functions of Transformers and replaces two entries of a table; `disable` restores them. Models
+`enable` wraps four functions of Transformers and replaces two entries of a table; `disable` restores them. Models
 with other implementations are batched as before.
 """
 
@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
 from fastattention.attention.interface import fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.block_sparse import refuse_pattern
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
@@ -35,6 +36,13 @@ BATCHED_NAME = "fast_flash_attention"
 
 _WITH_PATTERN = "continuous batching, whose prompts have variable lengths; call model.generate for each of them"
 
+# Settings of a GenerationConfig that batching does not read, and values that switch them off.
+_IGNORED = (
+    "stop_strings", "num_beams", "max_time", "min_new_tokens", "min_length", "penalty_alpha",
+    "prompt_lookup_num_tokens", "assistant_early_exit", "guidance_scale",
+)  # fmt: skip
+_OFF = (None, False, 1, 1.0)
+
 _undo: list[Callable[[], None]] = []  # functions that restore Transformers
 
 
@@ -45,7 +53,9 @@ def enable(switch: bool = False) -> None:
         that is installed, unless their configuration says auto_switch_to_flash=False
     """
     disable()
-    _replace(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switching(switch))
+    manager = continuous_api.ContinuousBatchingManager
+    _replace(manager, "__init__", _refusing)
+    _replace(manager, "switch_to_cb_friendly_attn", _switching(switch))
     _replace(initialization, "ensure_decode_fast_path_is_available", _allowing_decode_path)
     _replace(paged_cache.PagedAttentionCache, "update", _preparing)
     table: dict[str, Any] = paged_cache.ATTN_TYPE_TO_ALLOCATOR
@@ -66,6 +76,31 @@ def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Call
     original = getattr(owner, name)
     setattr(owner, name, wrapped(original))
     _undo.append(functools.partial(setattr, owner, name, original))
+
+
+def _refusing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, model: Any, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation in (NAME, BATCHED_NAME):
+            _refuse_ignored(model, generation_config)
+        original(self, model, generation_config, *args, **kwargs)
+
+    return init
+
+
+def _refuse_ignored(model: Any, config: GenerationConfig) -> None:
+    """Raises UnsupportedError for settings that Transformers' batching ignores, or drops with a warning."""
+    ignored = [f"{name}={value}" for name in _IGNORED if (value := getattr(config, name, None)) not in _OFF]
+    ignored += [
+        type(processor).__name__
+        for processor in model._get_logits_processor(config)
+        if getattr(processor, "supports_continuous_batching", None) is False
+    ]
+    if ignored:
+        raise UnsupportedError(
+            f"continuous batching of Transformers does not follow {', '.join(ignored)}; leave it out, or call "
+            "model.generate for each prompt"
+        )
 
 
 def _switching(switch: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:

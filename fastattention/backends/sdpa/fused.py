@@ -17,6 +17,7 @@ from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_g
 
 # Off the CPU head dimensions are padded to a multiple of this: for others, torch uses a kernel that stores all scores.
 _HEADDIM_MULTIPLE = 8
+torch_attention = torch._C._nn.scaled_dot_product_attention  # that of torch.nn.functional, if nothing replaces it there
 _MASKS = frozenset({"alibi_slopes", "attn_bias", "block_mask"})  # arguments that are an attn_mask of torch
 
 
@@ -49,7 +50,7 @@ def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
     q, k, v = inputs.q, inputs.k, inputs.v
     if whole.off_cpu and not are_aligned(q, k, v):
         return None
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **whole.arguments)
+    out = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **whole.arguments)
     return out.transpose(1, 2).contiguous()
 
 
@@ -194,5 +195,5 @@ def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -
         q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
     if q.device.type != "cpu":
         q, k, v = (aligned(x) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, scale=problem.softmax_scale, **arguments)
+    out = torch_attention(q, k, v, scale=problem.softmax_scale, **arguments)
     return out if out.shape[3] == problem.headdim_v else out[..., : problem.headdim_v]

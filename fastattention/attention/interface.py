@@ -387,8 +387,9 @@ def fast_attn_with_kvcache(
     **Errors.** When an error is raised, the caches are as they were. A sequence whose cache has no room for the append
     is an error on the CPU. On a GPU only the device knows the lengths: the cache is left as it was, and out and lse of
     that sequence are NaN. The same holds for invalid values in cache_seqlens or cache_leftpad, and for rotary tables
-    that are too short. FASTATTENTION_CHECK_NUMBERS=1 makes all of these errors there too, and every call then waits for
-    the GPU. So does every call that the `sdpa` backend serves: it reads the lengths, and CUDA graphs cannot capture it.
+    that are too short. A later call with a cache, once the GPU has got there, raises and names the sequence. With
+    FASTATTENTION_CHECK_NUMBERS=1 the call itself raises, and every call waits for the GPU. So does every call that the
+    `sdpa` backend serves: it reads the lengths, and CUDA graphs cannot capture it.
     """
     with_lse = return_softmax_lse or return_lse
     options = read_options(softmax_scale, causal, window_size, softcap, return_lse=with_lse)

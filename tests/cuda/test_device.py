@@ -223,6 +223,8 @@ def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone() -> None:
     before = {name: decoding.arguments[name].clone() for name in ("k_cache", "v_cache")}
     out = decoding.step()
     assert out[1].isnan().all()
+    with pytest.raises(ArgumentError, match=r"cache_seqlens\[1\]=1024 of an earlier call"):
+        decoding.step()
     assert out[[0, 2]].isfinite().all()
     for name, cache in before.items():
         changed = (decoding.arguments[name] != cache).flatten(2).any(-1)

@@ -243,9 +243,11 @@ def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone(
     arguments = KvCacheArguments(q, *caches, k, v, angles.cos().half(), angles.sin().half(), lengths)
     with mock.patch.object(lengths_module, "are_checked", return_value=False):
         problem, inputs = prepare_kvcache(arguments, Options(causal=True, window_right=0, return_lse=True))
-    before = [cache.clone() for cache in caches]
-    out, lse, _ = backend().forward(problem, inputs)
+    before, serving = [cache.clone() for cache in caches], backend()
+    out, lse, _ = serving.forward(problem, inputs)
     assert lse is not None
+    with pytest.raises(ArgumentError, match=rf"cache_seqlens\[[12]\]=({91 - seqlen_q}|{61 - seqlen_q}) of an earlier"):
+        serving.forward(problem, inputs)
     assert out[[1, 2]].isnan().all()
     assert lse[[1, 2]].isnan().all()
     assert_right_alone(backend, arguments, before, out, sequences=[0, 3])

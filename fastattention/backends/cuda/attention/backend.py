@@ -24,6 +24,7 @@ from fastattention.backends.cuda.attention.backward import (
 )
 from fastattention.backends.cuda.attention.call import AttentionCall, Launcher, may_share_memory, values_in_keys
 from fastattention.backends.cuda.attention.launches import Launches, choose_launches
+from fastattention.backends.cuda.attention.length_report import LengthReport
 from fastattention.backends.cuda.attention.merging import (
     DTYPES,
     MOST_WARPS,
@@ -59,6 +60,7 @@ class CudaBackend(AttentionBackend):
         self._backward_launches: BoundedDict[Problem, BackwardLaunches] = BoundedDict()
         self._calls: BoundedDict[tuple[Problem, bool, Strides], AttentionCall | Int8Call] = BoundedDict()
         self._merge_launches: BoundedDict[tuple[object, ...], MergeLaunch] = BoundedDict()
+        self._report: LengthReport | None = None
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
@@ -168,12 +170,20 @@ class CudaBackend(AttentionBackend):
             launcher = functools.partial(self._launcher, problem=problem)
 
             def call_for(problem: Problem, inputs: Inputs) -> AttentionCall:
-                return AttentionCall(problem, inputs, launches, launcher, self._scratch(problem))
+                report = self._length_report(problem)
+                return AttentionCall(problem, inputs, launches, launcher, self._scratch(problem), report)
 
             in_int8 = problem.qk_dtype is not None
             call = Int8Call(problem, launches.dtype, launcher, call_for) if in_int8 else call_for(problem, inputs)
             self._calls[key] = call
         return call
+
+    def _length_report(self, problem: Problem) -> LengthReport | None:
+        if problem.layout is not Layout.KVCACHE:
+            return None
+        if self._report is None:
+            self._report = LengthReport(problem.device.type)
+        return self._report
 
     def _launches(self, problem: Problem, values_in_keys: bool = False) -> Launches:
         launches = self._forward_launches.get((problem, values_in_keys))

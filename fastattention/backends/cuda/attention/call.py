@@ -21,6 +21,7 @@ from fastattention.backends.cuda.attention.launches import (
     append_template,
     attention_template,
 )
+from fastattention.backends.cuda.attention.length_report import LengthReport
 from fastattention.backends.cuda.attention.params import AttentionParams
 from fastattention.backends.cuda.attention.scratch import Scratch
 from fastattention.backends.cuda.common.memory import is_aligned, prepared
@@ -32,7 +33,8 @@ Launcher = Callable[[Params], None]
 class AttentionCall:
     """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time.
 
-    launcher: gives a function that enqueues a kernel; take_scratch: gives counters and floats of the current stream
+    launcher: gives a function that enqueues a kernel; take_scratch: gives counters and floats of the current stream;
+    report: where kernels report lengths that do not fit, None for calls without a cache
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class AttentionCall:
         launches: Launches,
         launcher: Callable[[KernelLaunch], Launcher],
         take_scratch: Callable[[int, int], Scratch],
+        report: LengthReport | None = None,
     ) -> None:
-        self._problem, self._launches, self._take_scratch = problem, launches, take_scratch
+        self._problem, self._launches, self._take_scratch, self._report = problem, launches, take_scratch, report
         append = launches.append
         self._append = None if append is None else (launcher(append), append_template(problem, inputs))
         self._launchers = [launcher(launch) for launch in launches.attention]
@@ -62,6 +65,8 @@ class AttentionCall:
     def __call__(self, inputs: Inputs) -> AttentionOutput:
         """Appends, then attends: by one kernel, or by a decode and the merge of its parts."""
         addresses = self._addresses.of(inputs)  # which may raise: before anything is written
+        if self._report is not None:
+            self._report.check()
         if self._append is not None:
             inputs = self._append_tokens(*self._append, inputs)
             addresses[0] = inputs.q.data_ptr()
@@ -78,7 +83,10 @@ class AttentionCall:
         if not self._has_keys:
             # No CTA writes rows after the last sequence.
             return keyless(replace(problem, return_lse=problem.keeps_lse), inputs)
-        template = attention_template(problem, inputs, launches.num_m_tiles, launches.heads_per_l2_wave, launches.split)
+        report_at = 0 if self._report is None else self._report.address
+        template = attention_template(
+            problem, inputs, launches.num_m_tiles, launches.heads_per_l2_wave, launches.split, report_at
+        )
         if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
             self._template = template
         out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))

@@ -74,9 +74,14 @@ def _append_launch(problem: Problem) -> KernelLaunch | None:
 
 
 def attention_template(
-    problem: Problem, inputs: Inputs, num_m_tiles: int = 0, heads_per_l2_wave: int = 0, split: Split | None = None
+    problem: Problem,
+    inputs: Inputs,
+    num_m_tiles: int = 0,
+    heads_per_l2_wave: int = 0,
+    split: Split | None = None,
+    report_at: int = 0,
 ) -> bytes:
-    """The parameters of a call without its pointers. The caller fills in fields that are not given."""
+    """The parameters of a call without its pointers. report_at: LengthReport.address, or 0."""
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     varlen = problem.layout is Layout.VARLEN
     headdim_v = inputs.v.shape[-1]
@@ -100,6 +105,7 @@ def attention_template(
         **divisor("cta_groups", split.num_cta_groups),
         alibi_stride_batch=0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         block_table_stride=0 if table is None else table.stride(0),
+        report_at=report_at,
         batch_size=problem.batch_size,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,

@@ -39,4 +39,12 @@ FA_DEVICE bool is_within_capacity(const Params& p, int batch) {
     return CachedTokens(p, batch).are_within_capacity(p);
 }
 
+// Tells the host of a sequence for which `is_within_capacity` is false: sequence + 1, and the length in the upper half.
+// One store, as other sequences may write too. See length_report.py.
+FA_DEVICE void report_length(const AttentionParams& p, int batch) {
+    if (p.report_at == 0 || thread_index() != 0) return;
+    const uint64_t length = static_cast<uint32_t>(p.cache_seqlens[batch]);
+    *reinterpret_cast<volatile uint64_t*>(p.report_at) = length << 32 | static_cast<uint32_t>(batch + 1);
+}
+
 }  // namespace fastattention

@@ -99,7 +99,10 @@ private:
         Loop loop(sources_of(p_, work, num_rows, end), shared_, kv_shared, exchange, first_row, tiles, {0, 0});
         WarpRows rows(p_, work, mask, last_row);
         loop.run(rows);
-        if (!is_within_capacity(p_, work.batch)) rows.set_nan();
+        if (!is_within_capacity(p_, work.batch)) {
+            rows.set_nan();
+            report_length(p_, work.batch);
+        }
         rows.leave_stats(stats_shared_ + team * kTileM * 8);
 #pragma unroll
         for (int part = 0; part < kMergeParts; ++part) {

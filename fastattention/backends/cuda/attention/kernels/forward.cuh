@@ -32,7 +32,10 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
         return;
     }
     WarpRows rows(p, work, mask, last_row);
-    if (p.cache_seqlens != nullptr && !is_within_capacity(p, work.batch)) rows.set_nan();
+    if (p.cache_seqlens != nullptr && !is_within_capacity(p, work.batch)) {
+        rows.set_nan();
+        report_length(p, work.batch);
+    }
     rows.finish(shared);
 }
 

@@ -296,6 +296,13 @@ def test_settings_that_batching_ignores_are_refused(ignored: dict[str, Any], nam
     copy.deepcopy(pair("llama").eager).init_continuous_batching(config)  # as before
 
 
+def test_latent_attention_is_refused() -> None:
+    model = copy.deepcopy(pair("llama").fast)
+    model.config.kv_lora_rank = 16
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM has latent attention \(kv_lora_rank=16\)"):
+        model.init_continuous_batching(GenerationConfig(eos_token_id=-1))
+
+
 def test_disable_puts_everything_back() -> None:
     def state() -> list[Any]:
         return [

@@ -82,10 +82,21 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, model: Any, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         if model.config._attn_implementation in (NAME, BATCHED_NAME):
+            _refuse_latents(model)
             _refuse_ignored(model, generation_config)
         original(self, model, generation_config, *args, **kwargs)
 
     return init
+
+
+def _refuse_latents(model: Any) -> None:
+    """Raises UnsupportedError for models with latent attention (DeepSeek): keys and values differ in head dimension."""
+    rank = getattr(model.config.get_text_config(), "kv_lora_rank", None)
+    if rank is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has latent attention (kv_lora_rank={rank}), whose keys and values the paged cache "
+            "of Transformers does not hold; call model.generate for each prompt"
+        )
 
 
 def _refuse_ignored(model: Any, config: GenerationConfig) -> None:

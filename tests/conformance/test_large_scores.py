@@ -6,7 +6,7 @@ import pytest
 from tiers import sampled
 
 from conformance.engines import ENGINES, Engine
-from conformance.gradients import every_backward
+from conformance.gradients import OURS
 from conformance.large_scores import (
     SCALES,
     check_large_gradients,
@@ -17,7 +17,12 @@ from conformance.large_scores import (
 from conformance.test_conformance import DTYPES
 from fastattention.attention.backend import ATTENTION_BACKENDS
 
-every_engine = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+# tests/cuda/test_large_scores.py has those of GPUs.
+ON_CPU = [engine for engine in ENGINES if engine.backend in ("cpu", "sdpa")]
+every_engine = pytest.mark.parametrize("engine", ON_CPU, ids=lambda engine: engine.name)
+every_backward = pytest.mark.parametrize(
+    "engine", [engine for engine in ON_CPU if engine in OURS], ids=lambda engine: engine.name
+)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -42,7 +47,7 @@ def test_products_may_be_large(engine: Engine, dtype: str, scale: float, size: f
         check_large_products(ATTENTION_BACKENDS.get(engine.backend), DTYPES[dtype], scale, size, rows)
 
 
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.isa], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("engine", [engine for engine in ON_CPU if engine.isa], ids=lambda engine: engine.name)
 def test_products_in_int8_may_be_large(engine: Engine) -> None:
     with engine.active():
         check_large_products(

@@ -43,8 +43,9 @@ FA_DEVICE bool is_within_capacity(const Params& p, int batch) {
 // One store, as other sequences may write too. See length_report.py.
 FA_DEVICE void report_length(const AttentionParams& p, int batch) {
     if (p.report_at == 0 || thread_index() != 0) return;
-    const uint64_t length = static_cast<uint32_t>(p.cache_seqlens[batch]);
-    *reinterpret_cast<volatile uint64_t*>(p.report_at) = length << 32 | static_cast<uint32_t>(batch + 1);
+    using Word = unsigned long long;
+    const Word length = static_cast<uint32_t>(p.cache_seqlens[batch]);
+    *reinterpret_cast<volatile Word*>(p.report_at) = length << 32 | static_cast<uint32_t>(batch + 1);
 }
 
 }  // namespace fastattention

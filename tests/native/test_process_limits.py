@@ -130,7 +130,7 @@ def attend_by_a_team():
 
 
 @limited
-@pytest.mark.parametrize(("more", "used"), [pytest.param(3, False, marks=deep), (4, True)])
+@pytest.mark.parametrize(("more", "used"), [(3, False), pytest.param(4, True, marks=deep)])
 def test_a_team_that_openmp_could_not_start_is_not_asked_for(more: int, used: bool) -> None:
     script = f"""
 allow_threads({more})

@@ -1,7 +1,7 @@
 """Mutation tests: break the code in small ways, one at a time, and see which test fails.
 
-    scripts/mutants                   # every mutant; writes tests/mutants/results.md
-    scripts/mutants NAME ...          # some of them
+    scripts/mutants                   # every mutant
+    scripts/mutants NAME ...          # some of them; both write their rows of tests/mutants/results.md
     scripts/mutants --control         # their tests on unbroken code, where all must pass
     scripts/mutants --check           # only whether the lists fit the code and the tests
     scripts/mutants --workers 4       # four at a time; by default one per core
@@ -29,6 +29,7 @@ import datetime
 import itertools
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -301,28 +302,44 @@ def run_all(mutants: Sequence[Mutant], control: bool, workers: int) -> list[Resu
         return list(pool.map(run, mutants))
 
 
-def table(results: Sequence[Result], minutes: float) -> str:
-    """The results as a page."""
+COLUMNS = ("Mutant", "Area", "Broken promise", "Tier", "Seconds", "Commit", "Killed by")
+
+
+def record(results: Sequence[Result], page: Path) -> None:
+    """Writes rows of these results into the table of a page, in the order of the lists. Rows of other mutants stay."""
     commit = _checked(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]).strip()
-    quick, killed = (sum(result.tier in tiers for result in results) for tiers in (("quick",), TIERS))
+    rows = _read_rows(page)
+    for result in results:
+        test = result.test.partition("\n")[0].replace("|", "\\|")
+        mutant, tier = result.mutant, result.tier or "survived"
+        rows[mutant.name] = [
+            mutant.name, mutant.area, mutant.why, tier, f"{result.seconds:.0f}", commit, f"`{test}`",
+        ]  # fmt: skip
+    names = [mutant.name for mutant in read_mutants()]
+    kept = [rows[name] for name in names if name in rows]
+    quick, killed = (sum(row[3] in tiers for row in kept) for tiers in (("quick",), TIERS))
     lines = [
         "# Mutants",
         "",
         "Each mutant is one small break of the code. It is killed when a test fails.",
-        f"Written by `scripts/mutants` on {datetime.date.today()} at commit {commit}, in {minutes:.0f} minutes.",
+        f"`scripts/mutants` writes the rows of those that it runs, the last time on {datetime.date.today()}.",
         "",
-        f"- mutants: {len(results)}",
-        f"- killed in tier `all`: {killed} ({killed / len(results):.0%})",
-        f"- killed in tier `quick`: {quick} ({quick / len(results):.0%})",
+        f"- mutants: {len(names)}, of which {len(names) - len(kept)} have no result",
+        f"- killed in tier `all`: {killed} ({killed / len(names):.0%})",
+        f"- killed in tier `quick`: {quick} ({quick / len(names):.0%})",
         "",
-        "| Mutant | Area | Broken promise | Tier | Seconds | Killed by |",
-        "|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+        *(f"| {' | '.join(row)} |" for row in kept),
     ]
-    for result in results:
-        cells = (result.mutant.name, result.mutant.area, result.mutant.why, result.tier or "survived")
-        test = result.test.partition("\n")[0].replace("|", "\\|")
-        lines.append(f"| {' | '.join(cells)} | {result.seconds:.0f} | `{test}` |")
-    return "\n".join(lines) + "\n"
+    page.write_text("\n".join(lines) + "\n")
+
+
+def _read_rows(page: Path) -> dict[str, list[str]]:
+    """The rows of the table of a page, by the name of their mutant."""
+    lines = page.read_text().splitlines() if page.exists() else []
+    rows = [re.split(r"(?<!\\) ?\| ?", line)[1:-1] for line in lines if line.startswith("| ")]
+    return {row[0]: row for row in rows if len(row) == len(COLUMNS) and row[0] != COLUMNS[0]}
 
 
 def main(
@@ -331,7 +348,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Only check the lists.")] = False,
     control: Annotated[bool, typer.Option("--control", help="Run the tests on unbroken code: all must pass.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Mutants at a time; default: one per core.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the table goes when every mutant was run.")] = RESULTS,
+    output: Annotated[Path, typer.Option(help="The page with the table of results.")] = RESULTS,
 ) -> None:
     """Break the code in small ways, one at a time, and see which test fails."""
     mutants = read_mutants()
@@ -346,7 +363,6 @@ def main(
         print("\n".join(f"{mutant.area:12} {mutant.name:40} {mutant.why}" for mutant in chosen))
     if show or check:
         return
-    begin = time.monotonic()
     results = run_all(chosen, control, min(workers or len(os.sched_getaffinity(0)), len(chosen)))
     killed = sum(result.tier is not None for result in results)
     print(f"{killed} killed, {len(results) - killed} not")
@@ -354,8 +370,7 @@ def main(
         wrong = [result for result in results if result.test not in (PASSED, SKIPPED)]
     else:
         wrong = [result for result in results if result.tier is None]
-        if not names:
-            output.write_text(table(results, (time.monotonic() - begin) / 60))
+        record(results, output)
     sys.exit(1 if wrong else 0)
 
 

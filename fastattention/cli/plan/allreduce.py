@@ -15,9 +15,9 @@ from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.plan.allreduce_model import Choice, Event, Prompt, Timeline, choose
 from fastattention.cli.plan.machines import Machine, find_machine
+from fastattention.cli.plan.models import find_model
 from fastattention.cli.plan.picture import check_output
 from fastattention.distributed.row_partitions import Partition
-from fastattention.offload.model_shape import find_model
 from fastattention.sizes import format_bytes
 
 NOTE = "Every time is predicted from rates. docs/internals/tensor-parallel-plan.md says which of them were measured."

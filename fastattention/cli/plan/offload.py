@@ -13,9 +13,9 @@ from rich.text import Text
 
 from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
+from fastattention.cli.plan.models import find_model
 from fastattention.cli.plan.picture import check_output
 from fastattention.offload.hardware import find_hardware
-from fastattention.offload.model_shape import find_model
 from fastattention.offload.placement import Placement, StepPrediction, place
 from fastattention.sizes import format_bytes, read_bandwidth, read_bytes
 

@@ -81,9 +81,7 @@ def bench(
             "Default: all for this machine. model: a whole model."
         ),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller problems, measured for less time.")] = False,
     seqlen: Annotated[
         int | None,
         typer.Option(min=16, max=LONGEST, help="Tokens of the longest prompt; others follow. Implies --quick."),

@@ -136,3 +136,10 @@ PRESETS = {
         _pangu("pangu-71b", num_layers=56, nheads=80),
     )
 }
+
+
+def find_model(name: str) -> ModelShape:
+    """The preset of that name. Raises ArgumentError for others."""
+    if name not in PRESETS:
+        raise ArgumentError(f"model={name!r} is not known; choose from {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -98,7 +98,7 @@ def test_without_a_limit_the_picture_goes_beyond_the_plan(run_command: RunComman
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model gpt", "model='gpt' is neither a folder nor known; choose from llama-2-7b, llama-2-70b"),
+        ("--model gpt", "model='gpt' is not known; choose from llama-2-7b, llama-2-70b"),
         ("--gpu-memory 16", "gpu_memory=16 (16 B) is too small"),
         ("--gpu-memory plenty", "gpu_memory='plenty' is no size; use a number of bytes"),
         ("--cpu-memory 1Gb/s", "cpu_memory='1Gb/s' is no size"),

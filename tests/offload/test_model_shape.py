@@ -9,7 +9,7 @@ import pytest
 from fastattention.errors import ArgumentError
 from fastattention.offload.hardware import PRESETS as MACHINES
 from fastattention.offload.hardware import find_hardware
-from fastattention.offload.model_shape import PRESETS, ModelShape
+from fastattention.offload.model_shape import PRESETS, ModelShape, find_model
 
 LLAMA = PRESETS["llama-3-8b"]
 
@@ -25,7 +25,7 @@ LLAMA = PRESETS["llama-3-8b"]
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name: str, parameters: float) -> None:
-    assert PRESETS[name].weight_bytes / 2 == parameters
+    assert find_model(name).weight_bytes / 2 == parameters
 
 
 def test_weights_are_layers_and_vocabulary() -> None:
@@ -99,6 +99,8 @@ def test_layers_without_a_window_keep_every_token() -> None:
 
 
 def test_unknown_names_are_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ArgumentError, match="model='gpt' is not known; choose from llama-2-7b, llama-2-70b"):
+        find_model("gpt")
     with pytest.raises(ArgumentError, match="hardware='abacus' is not known; choose from h200, v100, t4, desktop"):
         find_hardware("abacus")
 

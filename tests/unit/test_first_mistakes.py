@@ -20,6 +20,7 @@ from fastattention import (
     fast_attn_with_kvcache,
 )
 from fastattention.attention.function import FOREIGN_NAMES
+from fastattention.linear import recurrent_gla
 
 Q = torch.zeros(1, 4, 2, 8)
 OFFSETS = torch.tensor([0, 4], dtype=torch.int32)
@@ -70,5 +71,6 @@ def test_type_checkers_see_what_flags_return() -> None:
     pair = assert_type(fast_attn_func(Q, Q, Q, return_lse=True), tuple[Tensor, Tensor])
     triple = assert_type(fast_attn_func(Q, Q, Q, return_attn_probs=True), tuple[Tensor, Tensor, Tensor | None])
     appended = assert_type(fast_attn_with_kvcache(Q, Q, Q, return_softmax_lse=True), tuple[Tensor, Tensor])
-    results: list[tuple[Any, ...]] = [pair, triple, appended]
-    assert [len(result) for result in results] == [2, 3, 2]
+    gated = assert_type(recurrent_gla(Q, Q, Q, Q), tuple[Tensor, Tensor | None])
+    results: list[tuple[Any, ...]] = [pair, triple, appended, gated]
+    assert [len(result) for result in results] == [2, 3, 2, 2]

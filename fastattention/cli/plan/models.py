@@ -7,18 +7,19 @@ from pathlib import Path
 
 from fastattention.cli.console import require_extra
 from fastattention.errors import ArgumentError
-from fastattention.offload.model_shape import PRESETS, ModelShape
+from fastattention.offload.model_shape import PRESETS, ModelShape, find_model
 
 
-def find_model(name: str) -> ModelShape:
+def find_shape(name: str) -> ModelShape:
     """The preset of that name, or the shape of the model in a folder, whose weights are not read.
 
     Raises ArgumentError for another name, and for a folder with another kind of model.
     """
-    if name in PRESETS:
-        return PRESETS[name]
-    if not Path(name).is_dir():
-        raise ArgumentError(f"model={name!r} is neither a folder nor known; choose from {', '.join(PRESETS)}")
+    if name in PRESETS or not Path(name).is_dir():
+        try:
+            return find_model(name)
+        except ArgumentError as error:
+            raise ArgumentError(f"{error}; or give a folder with a model's config.json") from error
     require_extra("transformers", "transformers")
     from fastattention.cli.model_folder import read_config
     from fastattention.integrations.transformers.cache import model_shape

@@ -418,6 +418,9 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
 
     - `function`: any attention function of the package. Its caches are not written.
 
+    `print` shows the sizes of the axes as the call was read, then a line for each backend, with "->" before the one
+    that serves the call.
+
     Its `traffic` counts bytes of main memory: `tiled` of our CUDA kernels, `lower_bound` of any algorithm, `standard`
     of attention that keeps scores in memory. Lengths are read from their device.
 

@@ -13,7 +13,7 @@ demo: $(VENV)/.installed  ## continue a real source file with three kinds of att
 
 PYTEST := scripts/test -n auto --maxprocesses 8 --dist worksteal
 
-test: $(VENV)/.installed  ## the quick tests, in about four minutes
+test: $(VENV)/.installed  ## the quick tests
 	$(PYTEST) --tier quick
 
 test-all: $(VENV)/.installed  ## what every change must pass: Ascend kernels and sanitizers too

@@ -10,7 +10,6 @@ keys of 576 whose first 512 columns are the values, 16 and 128 query heads on on
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,8 +70,9 @@ def prefill(dtype: str, headdim: int, seqlen: int, causal: bool) -> Work:
     heads = ELEMENTS // headdim
     q, k, v = (torch.randn(1, seqlen, heads, headdim).to(DTYPES[dtype]) for _ in range(3))
     pairs = seqlen * (seqlen + 1) / 2 if causal else seqlen * seqlen
-    call = partial(fast_attn_func, q, k, v, causal=causal, backend="cpu")
-    return Work(call, 4.0 * heads * headdim * pairs, 2.0 * k.nbytes)
+    return Work(
+        lambda: fast_attn_func(q, k, v, causal=causal, backend="cpu"), 4.0 * heads * headdim * pairs, 2.0 * k.nbytes
+    )
 
 
 def decode(dtype: str, headdim: int, keys: int, group: int) -> Work:
@@ -80,8 +80,9 @@ def decode(dtype: str, headdim: int, keys: int, group: int) -> Work:
     heads = ELEMENTS // headdim // 2
     k, v = (torch.randn(1, heads, keys, headdim).to(DTYPES[dtype]).transpose(1, 2) for _ in range(2))
     q = torch.randn(1, 1, heads * group, headdim).to(k.dtype)
-    call = partial(fast_attn_with_kvcache, q, k, v, backend="cpu")
-    return Work(call, 4.0 * heads * group * headdim * keys, 2.0 * k.nbytes)
+    return Work(
+        lambda: fast_attn_with_kvcache(q, k, v, backend="cpu"), 4.0 * heads * group * headdim * keys, 2.0 * k.nbytes
+    )
 
 
 def latent(dtype: str, keys: int, nheads: int, place: str) -> Work:
@@ -95,8 +96,11 @@ def latent(dtype: str, keys: int, nheads: int, place: str) -> Work:
         "block_table": table,
         "backend": "cpu",
     }
-    call = partial(fast_attn_with_kvcache, q, cache, cache[..., :HEADDIM_V], **where)
-    return Work(call, 2.0 * nheads * (HEADDIM + HEADDIM_V) * keys, float(cache.nbytes))
+    return Work(
+        lambda: fast_attn_with_kvcache(q, cache, cache[..., :HEADDIM_V], **where),
+        2.0 * nheads * (HEADDIM + HEADDIM_V) * keys,
+        float(cache.nbytes),
+    )
 
 
 def measure(name: str, dtype: str, seconds: float, works: dict[str, Work]) -> dict[str, Any]:

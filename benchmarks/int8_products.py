@@ -111,7 +111,10 @@ def relative_error(approximate: Tensor, exact: Tensor) -> float:
 def measure(dtype: str, headdim: int, causal: bool, seqlen: int, seconds: float) -> dict[str, Any]:
     """Seconds of each call on this CPU, and the error of int8 products."""
     q, k, v = tensors("cpu", dtype, (1, seqlen, NHEADS, headdim))
-    attend = functools.partial(fast_attn_func, causal=causal, backend="cpu")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, qk_dtype: str | None = None) -> Tensor:
+        return fast_attn_func(q, k, v, causal=causal, qk_dtype=qk_dtype, backend="cpu")
+
     short_q, short_k = (x[..., :REST_HEADDIM].contiguous() for x in (q, k))
     in_int8 = functools.partial(attend, q, k, v, qk_dtype="int8")
     calls = {

@@ -18,7 +18,6 @@ Time: one query against a long cache, bfloat16, float8 and int8 in turns, stored
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +71,7 @@ def main(tokens: int = 8192, keys: int = 16384, seconds: float = 10.0, output: P
 def model_numbers(tokens: int) -> Iterator[Numbers]:
     """Queries, keys and values of every layer of the demo model when it reads a source file."""
     model = DemoModel()
-    model.read(read_text(tokens), partial(fast_attn_func, causal=True))
+    model.read(read_text(tokens), lambda q, k, v: fast_attn_func(q, k, v, causal=True))
     for index, (q, k, v) in enumerate(model.layers):
         yield Numbers(f"demo model, layer {index}", q[:, -QUERIES:], k, v)
 

@@ -1,7 +1,7 @@
 """Train a small language model on a CPU, with torch's attention and with fast_attention.
 
     pip install '.[transformers]'
-    python examples/train.py    # about a minute on two cores
+    python examples/train.py    # a few minutes on two cores
 
 The model has the demo model's architecture and new weights. It learns to write this package, a byte at a time. In long
 runs rounding grows into small differences of the losses, as it does between sdpa and eager.

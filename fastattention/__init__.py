@@ -69,3 +69,11 @@ __all__ = [
     "merge_attn_states",
     "set_num_threads",
 ]
+
+# Subpackages and modules that users import from; the others are internal.
+_PUBLIC_MODULES = ("distributed", "integrations", "linear", "offload", "sparse")
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted((*__all__, *_PUBLIC_MODULES, "__version__"))

@@ -5,8 +5,8 @@
 Writes cubins to fastattention/gpu_runtime/cubins, from which wheels are built, and removes stale ones there. For every
 GPU of chips.py it builds all kernels of prefill with equally wide keys and values, and the common ones of caches.
 Machine code runs on every later GPU of its generation, so code for compute capability 8.0 serves 8.6, 8.7 and 8.9.
-Needs NVRTC 12, the last that builds for Pascal and Volta, and a few minutes. docs/guides/nvidia.md has the size of the
-set.
+Needs NVRTC 12, the last that builds for Pascal and Volta, and long on few cores. docs/guides/nvidia.md has the size
+of the set.
 """
 
 from __future__ import annotations

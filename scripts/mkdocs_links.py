@@ -17,14 +17,17 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((\.\./[^)\s]+)\)")
 
 
 def on_config(config: Any) -> None:
-    """Shows the project's address in the header of every page, if there is one."""
+    """Shows the project's address in the footer of every page, if there is one.
+
+    It is no `repo_url`: for an address at GitHub the theme's header asks api.github.com about the project.
+    """
     if source := source_url(PROJECT.read_text(encoding="utf-8")):
-        config.repo_url, config.repo_name = source, "source"
+        config.extra["social"] = [{"icon": "material/source-repository", "link": source, "name": "Source"}]
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """The page as the site has it."""
-    return rewrite(markdown, page.file.src_uri, config.repo_url)
+    return rewrite(markdown, page.file.src_uri, source_url(PROJECT.read_text(encoding="utf-8")))
 
 
 def source_url(project: str) -> str | None:

@@ -75,6 +75,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastattention.attention.function import attention_function
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
 from fastattention.attention.validation import KvCacheArguments
@@ -83,7 +84,7 @@ from fastattention.attention.validation.common import read_options
 from fastattention.engine.checks import read_flag, read_int, require_tensor, require_tensors
 from fastattention.engine.explain import Explanation
 from fastattention.engine.kinds import check_readable
-from fastattention.engine.operator import request_of, serves_requests
+from fastattention.engine.operator import request_of
 from fastattention.errors import ArgumentError
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -92,7 +93,7 @@ if TYPE_CHECKING:  # its import takes seconds
 WindowSize = Sequence[int] | Tensor
 
 
-@serves_requests
+@attention_function
 def fast_attn_func(
     q: Tensor,
     k: Tensor,
@@ -120,6 +121,11 @@ def fast_attn_func(
     - `k`: (batch_size, seqlen_k, nheads_k, headdim)
     - `v`: (batch_size, seqlen_k, nheads_k, headdim_v)
 
+    - `causal`: hides later keys; aligned to the bottom right, so the last query sees every key.
+    - `window_size`: (left, right), inclusive: how many keys before and after its own position a query sees. -1 is no
+        limit.
+    - `softcap`: scores become softcap * tanh(score / softcap); 0 turns it off.
+
     The other arguments, the mask and the errors are those that all functions share (the docstring of this module).
 
     Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
@@ -138,7 +144,7 @@ def fast_attn_func(
     return ATTENTION, given, options, backend, results
 
 
-@serves_requests
+@attention_function
 def fast_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -159,13 +165,13 @@ def fast_attn_qkvpacked_func(
     Returns what `fast_attn_func` returns.
     """
     q, k, v = _unstack("qkv", qkv, 3, 5)
-    return fast_attn_func.request(  # type: ignore[attr-defined]
+    return fast_attn_func.request(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         **keyword_only,
     )  # fmt: skip
 
 
-@serves_requests
+@attention_function
 def fast_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -188,13 +194,13 @@ def fast_attn_kvpacked_func(
     Returns what `fast_attn_func` returns.
     """
     k, v = _unstack("kv", kv, 2, 5)
-    return fast_attn_func.request(  # type: ignore[attr-defined]
+    return fast_attn_func.request(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         **keyword_only,
     )  # fmt: skip
 
 
-@serves_requests
+@attention_function
 def fast_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -231,6 +237,7 @@ def fast_attn_varlen_func(
     - `max_seqlen_q`, `max_seqlen_k`: lengths of the longest sequences. None derives them, which synchronizes on a GPU.
     - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
         read.
+    - `causal`, `window_size`, `softcap`: as in `fast_attn_func`, aligned to the bottom right of each sequence.
 
     The other arguments, the mask (aligned per sequence) and the errors are those that all functions share
     (`fastattention.attention.interface`).
@@ -256,7 +263,7 @@ def fast_attn_varlen_func(
     return ATTENTION, given, options, backend, results
 
 
-@serves_requests
+@attention_function
 def fast_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -280,13 +287,13 @@ def fast_attn_varlen_qkvpacked_func(
     Returns what `fast_attn_varlen_func` returns.
     """
     q, k, v = _unstack("qkv", qkv, 3, 4)
-    return fast_attn_varlen_func.request(  # type: ignore[attr-defined]
+    return fast_attn_varlen_func.request(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs, **keyword_only,
     )  # fmt: skip
 
 
-@serves_requests
+@attention_function
 def fast_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -314,13 +321,13 @@ def fast_attn_varlen_kvpacked_func(
     Returns what `fast_attn_varlen_func` returns.
     """
     k, v = _unstack("kv", kv, 2, 4)
-    return fast_attn_varlen_func.request(  # type: ignore[attr-defined]
+    return fast_attn_varlen_func.request(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs, **keyword_only,
     )  # fmt: skip
 
 
-@serves_requests
+@attention_function
 def fast_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -367,6 +374,7 @@ def fast_attn_with_kvcache(
     - `cache_leftpad`: int32 (batch_size,), first token of each sequence within its cache row, counted in cache_seqlens.
     - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
         read.
+    - `causal`, `window_size`, `softcap`: as in `fast_attn_func`; the last query is the last token of the cache.
     - `num_splits`: parts the keys are split into in decoding (split-KV); 0 chooses.
     - `k_scale`, `v_scale`: float32, shaped as the caches without their last axis, any strides: the scales of quantized
         caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale.
@@ -409,6 +417,9 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
     """Every backend's verdict on the call `function(*args, **kwargs)`, which is validated but not computed.
 
     - `function`: any attention function of the package. Its caches are not written.
+
+    `print` shows the sizes of the axes as the call was read, then a line for each backend, with "->" before the one
+    that serves the call.
 
     Its `traffic` counts bytes of main memory: `tiled` of our CUDA kernels, `lower_bound` of any algorithm, `standard`
     of attention that keeps scores in memory. Lengths are read from their device.

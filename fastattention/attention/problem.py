@@ -88,6 +88,12 @@ class Problem:
         return (*self.score_tensors, *(name for name, value in (*others, *numbers) if value))
 
     @property
+    def axes(self) -> str:
+        """Sizes of the call by the names of their axes; seqlen_q and seqlen_k are the longest of the batch."""
+        names = "batch_size seqlen_q seqlen_k nheads nheads_k headdim headdim_v".split()
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    @property
     def needs_grad(self) -> bool:
         """True when the call is differentiated in any way."""
         return bool(self.grads) or self.in_transform

@@ -61,6 +61,13 @@ def check_model_folder(folder: Path) -> None:
         raise ArgumentError(f"model {str(folder)!r} cannot be read: {error.strerror}") from error
 
 
+def usable_devices() -> str:
+    """The devices that a model can run on here, as an option takes them, e.g. "cpu or cuda:0"."""
+    import torch
+
+    return " or ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
+
+
 def check_output_file(output: Path) -> None:
     """Raises ArgumentError, before any work, for a file that could not be written. The file is as it was."""
     try:

@@ -1,9 +1,10 @@
 """One implementation of `fastattention demo`, in its own process so that its peak memory is its own.
 
-    python -m fastattention.cli.demo_worker < REQUEST
+    python -m fastattention.cli.demo_worker
 
-REQUEST is the JSON of a DemoRequest. Standard output gets one JSON object a line: {"progress": 0 to 1} any number of
-times, then {"result": the Result}, or {"error": message} with status 1.
+The first line of standard input is the JSON of a DemoRequest. It is answered by {"ready": true} once the model is
+loaded. Every further line runs the request, and is answered by {"progress": 0 to 1} any number of times, then
+{"result": the Result}. Each answer is a line of standard output. {"error": message} comes before status 1.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ from fastattention.cli.choices import AttnImplementation, ModelDtype
 from fastattention.cli.console import reason_of
 from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.generation import Events, generate_tokens
-from fastattention.cli.model_folder import load_folder
+from fastattention.cli.model_folder import LoadedModel, load_folder
 
 # The first call of a process also starts threads, loads code and touches memory for the first time.
 WARM_UP_CHARACTERS, WARM_UP_TOKENS = 64, 4
 
 
-def run(request: DemoRequest) -> Result:
-    """Greedy generation in float32, where every implementation should choose the same tokens."""
+def main() -> None:
+    """Load the model of the request, then run it whenever the parent asks."""
+    request = DemoRequest(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(request.num_threads)
     loaded = load_folder(Path(request.model), AttnImplementation(request.attention), ModelDtype.FLOAT32, "cpu")
     generate_tokens(loaded, loaded.codec.encode(request.prompt[:WARM_UP_CHARACTERS]), WARM_UP_TOKENS)
+    emit("ready", True)
+    for _ in sys.stdin:
+        emit("result", asdict(run(request, loaded)))
+
+
+def run(request: DemoRequest, loaded: LoadedModel) -> Result:
+    """Greedy generation in float32, where every implementation should choose the same tokens."""
     prompt = loaded.codec.encode(request.prompt)
     # The prompt takes half of the bar, and the tokens that follow the other half.
     events = Events(
@@ -55,7 +64,7 @@ def emit(name: str, value: object) -> None:
 
 if __name__ == "__main__":
     try:
-        emit("result", asdict(run(DemoRequest(**json.load(sys.stdin)))))
+        main()
     except (fastattention.FastAttentionError, OSError, MemoryError, RuntimeError) as failure:
         if (reason := reason_of(failure)) is None:
             raise

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattention.cli.choices import AttnImplementation, ModelDtype
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, require_extra, status
+from fastattention.cli.console import (
+    MESSAGES,
+    OUTPUT,
+    check_model_folder,
+    progress_bar,
+    require_extra,
+    status,
+    usable_devices,
+)
 from fastattention.errors import ArgumentError
 from fastattention.sizes import format_bytes, read_bytes
 
@@ -33,6 +41,7 @@ def generate(
     if kv_budget is not None and attention is not AttnImplementation.FAST_ATTENTION:
         raise ArgumentError(f"kv_budget={kv_budget!r} is for --attn fast_attention, got {attention.value}")
     _check_numbers(prompt, temperature, kv_budget, device)
+    _check_model(model)
     with status("loading the model"):
         from fastattention.cli.model_folder import load_folder
 
@@ -63,9 +72,21 @@ def _check_numbers(prompt: str, temperature: float, kv_budget: str | None, devic
         read_bytes("kv_budget", kv_budget)
         if not device.startswith("cuda"):
             raise ArgumentError(
-                f"kv_budget={kv_budget!r} limits the memory of a GPU, and the model is on {device}; "
-                "give --device cuda:0"
+                f"kv_budget={kv_budget!r} limits the memory of a GPU, and the model is on {device}; --device takes "
+                f"{usable_devices()} here"
             )
+
+
+def _check_model(model: Path) -> None:
+    """Raises ArgumentError for a folder without a model, and says how to get one of the hub."""
+    try:
+        check_model_folder(model)
+    except ArgumentError as error:
+        if model.exists():
+            raise
+        raise ArgumentError(
+            f"{error}; generate downloads nothing: `hf download {model} --local-dir FOLDER` fetches a model of the hub"
+        ) from error
 
 
 def _make_cache(loaded: LoadedModel, kv_budget: str) -> FastAttentionCache:

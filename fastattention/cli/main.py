@@ -81,9 +81,7 @@ def bench(
             "Default: all for this machine. model: a whole model."
         ),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller problems, measured for less time.")] = False,
     seqlen: Annotated[
         int | None,
         typer.Option(min=16, max=LONGEST, help="Tokens of the longest prompt; others follow. Implies --quick."),
@@ -113,7 +111,9 @@ def bench(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Option(help="A Transformers model folder. Nothing is downloaded.")],
+    model: Annotated[
+        Path, typer.Option(help="A Transformers model folder, as `hf download` makes. Nothing is downloaded.")
+    ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     attn: Annotated[
         AttnImplementation, typer.Option(help="Attention implementation.")
@@ -280,7 +280,12 @@ def plan_ascend(
 
 @plan.command("offload")
 def plan_offload(
-    model: Annotated[str, typer.Option(help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b; or a folder with a model's config.json."
+        ),
+    ],
     gpu_memory: Annotated[str, typer.Option(help="Memory of a GPU that may be used, e.g. 16GiB.")],
     seqlen: Annotated[
         int, typer.Option(min=1, max=LONGEST, help="Tokens of every sequence, prompt and answer together.")
@@ -335,7 +340,12 @@ def plan_offload(
 
 @plan.command("allreduce")
 def plan_allreduce(
-    model: Annotated[str, typer.Option(help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b; or a folder with a model's config.json."
+        ),
+    ],
     tp: Annotated[int, typer.Option(min=2, help="Devices that share the model, by tensor parallelism.")],
     seqlen: Annotated[int, typer.Option(min=1, max=LONGEST, help="Tokens of every prompt.")],
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from fastattention.cli.choices import AttnImplementation, ModelDtype
-from fastattention.cli.console import check_model_folder, first_line
+from fastattention.cli.console import check_model_folder, first_line, usable_devices
 from fastattention.errors import ArgumentError, FastAttentionError
 
 # A folder with any of these files has a tokenizer.
@@ -64,6 +64,15 @@ class TokenizerCodec:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+def read_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a model folder. Raises ArgumentError for a folder without one, and for a damaged file."""
+    check_model_folder(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
+    except Exception as error:  # readers of Transformers may raise anything for a damaged file
+        raise ArgumentError(f"model {str(folder)!r} cannot be read: {first_line(error)}") from error
+
+
 class LoadedModel(NamedTuple):
     """A model ready to generate, and its codec."""
 
@@ -103,7 +112,7 @@ def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device, dtype=torch.float32).tolist()
     except Exception as error:  # each kind of device raises its own errors
-        raise ArgumentError(f"device={device!r} cannot be used: {first_line(error)}; use cpu or cuda:0") from error
+        raise ArgumentError(f"device={device!r} cannot be used: {first_line(error)}; use {usable_devices()}") from error
 
 
 def _codec(folder: Path, config: PretrainedConfig) -> Codec:

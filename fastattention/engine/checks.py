@@ -30,7 +30,8 @@ class TensorSpec(NamedTuple):
 def require_tensor(name: str, value: object) -> None:
     """Raises ArgumentError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        remedy = f"; give torch.from_numpy({name})" if isinstance(value, numpy.ndarray) else ""
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}{remedy}")
 
 
 def require_tensors(**values: object) -> None:
@@ -113,7 +114,8 @@ def check_like_q(name: str, tensor: TensorSpec, q: TensorSpec) -> None:
 def check_index(name: str, tensor: TensorSpec, q: TensorSpec, shape: tuple[int, ...], axes: str) -> None:
     """Checks an int32 tensor of lengths or indices; -1 in `shape` matches any size."""
     if tensor.dtype is not torch.int32:
-        raise ArgumentError(f"{name} must be int32, got {tensor.dtype}")
+        remedy = "" if tensor.dtype.is_floating_point else f"; give {name}.int()"
+        raise ArgumentError(f"{name} must be int32, got {tensor.dtype}{remedy}")
     check_device(name, tensor, q)
     sizes_fit = len(tensor.shape) == len(shape) and all(
         wanted in (-1, given) for given, wanted in zip(tensor.shape, shape, strict=True)

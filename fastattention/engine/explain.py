@@ -44,7 +44,10 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation(Generic[P]):
-    """Which backend serves a call, every backend's reason, and the call's main-memory traffic. `print` shows a table.
+    """Which backend serves a call, every backend's reason, and the call's main-memory traffic.
+
+    `print` shows them in a table, after the sizes of the axes as the call was read: tensors in another order of axes
+    may be valid, and mean another call.
 
     `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, and for calls
     that are not modelled: those with attn_bias, block_mask or qk_dtype, and linear attention.
@@ -62,7 +65,7 @@ class Explanation(Generic[P]):
 
     def __str__(self) -> str:
         serving = self.backend
-        lines = []
+        lines = [f"read as {self.problem.axes}"]  # type: ignore[attr-defined]
         for name, reason, how, why_faster in self.verdicts:
             served = "serves this call" if name == serving else "could serve this call"
             served += f" by {how}" if how else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ G = TypeVar("G", bound=tuple[Any, ...])  # the tensors of a call as they are giv
 S = TypeVar("S", bound=tuple[Any, ...])  # its options: all scalars, of the right types, a NamedTuple
 Arguments = ParamSpec("Arguments")
 
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _is_profiling = torch._C._autograd._profiler_enabled
 _operators: list[Operator[Any, Any, Any, Any, Any, Any]] = []
 
@@ -237,14 +238,24 @@ class Plan(Generic[G, S, P, I, O, B]):
 Request = tuple[AnyOperator, Any, Any, str, Callable[[Any], Any]]
 
 
-def serves_requests(read: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
-    """Makes a public function of `read`, which makes a Request of its arguments; `explain` takes the request alone."""
+def serves_requests(
+    read: Callable[Arguments, Any], foreign_names: Mapping[str, str] = NO_NAMES
+) -> Callable[Arguments, Any]:
+    """Makes a public function of `read`, which makes a Request of its arguments; `explain` takes the request alone.
+
+    foreign_names: arguments of other libraries -> what to give in their place, which a TypeError then says
+    """
 
     @functools.wraps(read)
     def serve(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        operator, given, options, backend, returned = read(*args, **kwargs)
+        try:
+            operator, given, options, backend, returned = read(*args, **kwargs)
+        except TypeError as error:
+            _advise(error, foreign_names)
+            raise
         return returned(operator(given, options, backend))
 
+    serve.foreign_names = foreign_names  # type: ignore[attr-defined]
     return explained_by(read)(serve)
 
 
@@ -264,7 +275,19 @@ def request_of(function: Any, *args: Any, **kwargs: Any) -> Request:
     if read is None:
         raise ArgumentError(f"function={function!r} must be one of fastattention's")
     bound = (function.__self__, *args) if isinstance(function, MethodType) else args
-    return read(*bound, **kwargs)  # type: ignore[no-any-return]
+    try:
+        return read(*bound, **kwargs)  # type: ignore[no-any-return]
+    except TypeError as error:
+        _advise(error, getattr(function, "foreign_names", NO_NAMES))
+        raise
+
+
+def _advise(error: TypeError, foreign_names: Mapping[str, str]) -> None:
+    """Adds to the message of `error` what to give in place of an argument that other libraries have."""
+    for name, advice in foreign_names.items():
+        if f"unexpected keyword argument '{name}'" in str(error):
+            error.args = (f"{error}; {advice}",)
+            return
 
 
 def forget_plans() -> None:

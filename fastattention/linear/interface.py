@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -15,8 +16,15 @@ from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import LinearOptions, check_gate_dtype, check_values_first, read_linear_options
 
+Arguments = ParamSpec("Arguments")
 
-@serves_requests
+
+def linear_function(read: Callable[Arguments, Any]) -> Callable[Arguments, tuple[Tensor, Tensor | None]]:
+    """Makes a public function of `read`, which makes a Request of its arguments."""
+    return serves_requests(read)
+
+
+@linear_function
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -57,7 +65,7 @@ def chunk_gla(
     return _request(given, read_linear_options("gla", True, scale, False, output_final_state), state_v_first, backend)
 
 
-@serves_requests
+@linear_function
 def recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -79,7 +87,7 @@ def recurrent_gla(
     return _request(given, read_linear_options("gla", False, scale, False, output_final_state), state_v_first, backend)
 
 
-@serves_requests
+@linear_function
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -120,7 +128,7 @@ def chunk_gated_delta_rule(
     return _request(given, options, state_v_first, backend)
 
 
-@serves_requests
+@linear_function
 def recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -60,6 +60,12 @@ class LinearProblem:
     in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
 
     @property
+    def axes(self) -> str:
+        """The sizes of the call by the names of their axes."""
+        names = "batch_size seqlen nheads nheads_k headdim_k headdim_v".split()
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    @property
     def delta_rule(self) -> bool:
         """Whether tokens overwrite what the state holds for their keys, as far as beta says."""
         return RULES[self.rule].has_beta

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tiers import deep, slow
 
 from fastattention.cli import demo, main
 from fastattention.cli.console import check_model_folder
-from fastattention.cli.demo_messages import Result
+from fastattention.cli.demo_messages import DemoRequest, Result
 
 from .conftest import RunCommand
 
@@ -35,11 +37,54 @@ def make_result(attention: str, *tokens: int) -> Result:
     return Result(attention, list(tokens), "text", 10, 1.0, 0.5, 2_000_000)
 
 
+def patch_turns(monkeypatch: pytest.MonkeyPatch, make: Callable[[str, int], Result]) -> list[str]:
+    """Has demo get the results of `make`, from an implementation and its turn. Returns the order of turns."""
+    order: list[str] = []
+
+    @contextmanager
+    def worker(request: DemoRequest) -> Iterator[demo.Turn]:
+        def turn(on_progress: Callable[[float], None]) -> Result:
+            order.append(request.attention)
+            return make(request.attention, order.count(request.attention))
+
+        yield turn
+
+    monkeypatch.setattr(demo, "worker", worker)
+    return order
+
+
+def test_implementations_take_turns_and_medians_are_shown(
+    run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(attention: str, turn: int) -> Result:
+        seconds = {1: 1.0, 2: 7.0, 3: 1.1}[turn] if attention == "sdpa" else 1.0
+        return dataclasses.replace(make_result(attention, 1, 2), prefill_seconds=seconds)
+
+    order = patch_turns(monkeypatch, make)
+    output = run_command("demo", "--model", byte_model, "--context", 200).output
+    names = ["eager", "sdpa", "fast_attention"]
+    assert order == [*names, *reversed(names), *names]
+    assert "medians of 3 turns" in output
+    assert "sdpa yes 1.10 s" in output
+    assert "The machine is busy: the same work took up to 5.0x as long in another turn" in output
+
+
+def test_long_rounds_are_measured_once_and_quiet_machines_are_not_blamed(
+    run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "LONG_SECONDS", 0.0)
+    order = patch_turns(monkeypatch, lambda attention, _: make_result(attention, 1, 2))
+    output = run_command("demo", "--model", byte_model, "--context", 200).output
+    assert len(order) == 3
+    assert "measured once" in output
+    assert "busy" not in output
+
+
 def test_demo_fails_when_tokens_differ(
     run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = {"eager": (1, 2, 3), "sdpa": (1, 2, 3), "fast_attention": (1, 2, 4)}
-    monkeypatch.setattr(demo, "run_request", lambda job, _: make_result(job.attention, *tokens[job.attention]))
+    patch_turns(monkeypatch, lambda attention, _: make_result(attention, *tokens[attention]))
     exit_code, output = run_command("demo", "--model", byte_model, "--context", 200)
     assert exit_code == 1
     assert "not from 2" in output
@@ -50,7 +95,7 @@ def test_unmeasurable_memory_is_said(
     run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unmeasured = dataclasses.replace(make_result("any", 1, 2), extra_bytes=None)
-    monkeypatch.setattr(demo, "run_request", lambda job, _: dataclasses.replace(unmeasured, attention=job.attention))
+    patch_turns(monkeypatch, lambda attention, _: dataclasses.replace(unmeasured, attention=attention))
     assert run_command("demo", "--model", byte_model, "--context", 200).output.count("not measurable here") == 3
 
 

@@ -95,10 +95,11 @@ def test_bytes_need_no_tokenizer(byte_model: Path) -> None:
     ("arguments", "message"),
     [
         ({"--model": "nowhere"}, "error: model 'nowhere' is not a Transformers model folder: it has no config.json"),
+        ({"--model": "org/name"}, "generate downloads nothing: `hf download org/name --local-dir FOLDER` fetches"),
         ({"--device": "nothing"}, "error: device='nothing' cannot be used"),
         ({"--max-new-tokens": 600}, "600 new ones are more than the 512 positions of the model"),
     ],
-    ids=["model", "device", "length"],
+    ids=["model", "hub", "device", "length"],
 )
 def test_wrong_arguments_are_explained(
     arguments: dict[str, object], message: str, run_command: RunCommand, byte_model: Path
@@ -107,6 +108,18 @@ def test_wrong_arguments_are_explained(
     exit_code, output = run_command("generate", *(part for option in options.items() for part in option))
     assert exit_code == 1
     assert message in output
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("wrong", [("--device", "nothing"), ("--kv-budget", "1GiB")], ids=["device", "budget"])
+def test_only_devices_that_are_there_are_advised(
+    wrong: tuple[str, str], gpus: int, run_command: RunCommand, byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    exit_code, output = run_command("generate", "--model", byte_model, "--prompt", "x", *wrong)
+    assert exit_code == 1
+    assert ("cpu or cuda:0 or cuda:1" if gpus else "cpu") in output
+    assert ("cuda:0" in output) == (gpus > 0)
 
 
 def test_a_folder_without_tokenizer_and_without_bytes_is_explained(run_command: RunCommand, tmp_path: Path) -> None:

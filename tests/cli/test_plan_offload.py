@@ -61,6 +61,14 @@ def test_options_are_heeded(arguments: str, said: str, run_command: RunCommand) 
     assert said in output
 
 
+def test_models_of_folders_are_planned(run_command: RunCommand, byte_model: Path) -> None:
+    exit_code, output = run_command(*SMALL, "--model", byte_model, "--layers-cpu", 1)
+    assert exit_code == 0, output
+    assert f"{byte_model.name}, 1 x 131072 tokens" in output
+    assert "1 on the GPU, 1 on the CPU" in output
+    assert "host keys and values 16.00 MiB" in output  # 131072 tokens x 2 heads x (8 + 8) elements x 4 bytes
+
+
 def test_host_memory_is_shared_by_the_gpus(run_command: RunCommand) -> None:
     arguments = "plan offload --model pangu-38b --tp 8 --gpu-memory 32GiB --seqlen 262144 --cpu-memory".split()
     assert run_command(*arguments, "208GiB")[0] == 0
@@ -90,6 +98,7 @@ def test_without_a_limit_the_picture_goes_beyond_the_plan(run_command: RunComman
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--model gpt", "model='gpt' is not known; choose from llama-2-7b, llama-2-70b"),
         ("--gpu-memory 16", "gpu_memory=16 (16 B) is too small"),
         ("--gpu-memory plenty", "gpu_memory='plenty' is no size; use a number of bytes"),
         ("--cpu-memory 1Gb/s", "cpu_memory='1Gb/s' is no size"),

@@ -213,6 +213,12 @@ def test_every_table_of_transformers_is_given_a_refusal(module: str, table: str)
         getattr(modeling, table)["fast_attention"](None)
 
 
+def test_an_unknown_implementation_is_told_our_name() -> None:
+    model = pair("llama")[0]
+    with pytest.raises(ValueError, match=r'fastattention is `attn_implementation="fast_attention"`'):
+        model.get_correct_attn_implementation("fastattention")
+
+
 def test_the_part_of_a_model_that_has_the_table_is_named() -> None:
     """Not the last part that was made before: GIT makes its vision model first."""
     with pytest.raises(UnsupportedError, match=r"^GitModel chooses"):

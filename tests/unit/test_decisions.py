@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = ROOT / "docs" / "decisions"
-ROW = re.compile(r"^\| \[(\d{4})\]\((\1-\S+\.md)\) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\d{4}) \| \[(.+)\]\((\1-\S+\.md)\) \|$", re.MULTILINE)
 REFERENCE = re.compile(r"docs/decisions/[\w./-]*\.md")
 
 
@@ -20,7 +20,7 @@ def titles() -> dict[str, str]:
 def test_index_lists_every_record_once_by_its_title() -> None:
     rows = ROW.findall((DECISIONS / "index.md").read_text())
 
-    assert sorted((name, title) for _, name, title in rows) == list(titles().items())
+    assert sorted((name, title) for _, title, name in rows) == list(titles().items())
 
 
 def test_index_lists_records_of_an_area_in_order() -> None:

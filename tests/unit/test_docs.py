@@ -8,6 +8,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+import pytest
 import tomli
 import write_cli_reference
 from packaging.requirements import Requirement
@@ -15,12 +16,12 @@ from tiers import slow
 
 import fastattention
 from fastattention.integrations.transformers.versions import OLDEST
+from unit import page_code
+from unit.page_code import FENCE, GIVEN, PAGES, blocks_of
 
 ROOT = Path(__file__).parents[2]
 INSTALLATION = (ROOT / "docs" / "get-started" / "installation.md").read_text()
 ENVIRONMENT = (ROOT / "fastattention" / "environment.py").read_text()
-RUNNABLE = ["README.md", "docs/index.md", "docs/get-started/first-calls.md"]
-RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "block-masks", "linear-attention", "flash-attn")]
 DOCUMENTED_EXTRAS = ("transformers", "plot", "cuda12")
 
 
@@ -59,19 +60,40 @@ def test_reference_documents_every_public_name() -> None:
     assert {f"fastattention.linear.{name}" for name in exported("linear/__init__.py")} <= documented
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_on_pages_defines_the_names_that_it_uses(page: str) -> None:
+    """It holds for blocks that are marked as not run, too."""
+    known = set(GIVEN.get(page, ()))
+    blocks = blocks_of(page)
+    assert len(blocks) == len(FENCE.findall((ROOT / page).read_text())), "write ```python at the start of a line"
+    unknown = {f"{page}:{block.line}": names for block in blocks if (names := block.unknown(known))}
+    assert not unknown
+
+
 @slow
 def test_code_on_pages_runs() -> None:
     """The code runs in a process of its own: it takes memory, and one page puts flash_attn into sys.modules."""
-    program = "".join(f"exec(compile({code_on(page)!r}, {page!r}, 'exec'), {{}})\n" for page in RUNNABLE)
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    blocks = [block for page in PAGES for block in blocks_of(page)]
+    ran = subprocess.run([sys.executable, page_code.__file__, *PAGES], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
+    counted = int(ran.stdout.split()[-1])
+    print(f"{counted} blocks ran; not run:")
+    for block in blocks:
+        if block.not_run:
+            print(f"{block.page}:{block.line}: {block.not_run}")
+    assert counted == sum(block.not_run is None for block in blocks)
+    assert counted > 20
 
 
-def code_on(page: str) -> str:
-    """The Python code of a page. README.md gives its first block, because the others need a model."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks
-    return blocks[0] if page == "README.md" else "\n".join(blocks)
+def test_blocks_names_and_marks_of_a_page_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_code, "ROOT", tmp_path)
+    page = "Text.\n\n```python\nx = model(1)\n```\n\n<!-- not run: needs a moon -->\n\n```python\nprint(x, y)\n```\n"
+    (tmp_path / "page.md").write_text(page)
+    first, second = blocks_of("page.md")
+    assert (first.line, first.not_run, second.line, second.not_run) == (4, None, 10, "needs a moon")
+    known: set[str] = set()
+    assert first.unknown(known) == {"model"}
+    assert second.unknown(known) == {"y"}
 
 
 def exported(path: str) -> list[str]:

@@ -26,7 +26,7 @@ def test_the_call_without_changes_is_accepted() -> None:
 
 TENSORS = (
     refused("q must be a torch.Tensor", "list", q=[1.0]),
-    refused("q must be a torch.Tensor", "ndarray", q=numpy.zeros((2, 5, 4, 16))),
+    refused("q must be a torch.Tensor", "ndarray", "torch.from_numpy(q)", q=numpy.zeros((2, 5, 4, 16))),
     refused("q must be a torch.Tensor", "NoneType", q=None, dropout_p=0.5),
     refused("k must be a torch.Tensor", "NoneType", k=None),
     refused("v must be a torch.Tensor", "float", v=1.0),

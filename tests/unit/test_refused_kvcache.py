@@ -83,7 +83,7 @@ CACHES = (
 LENGTHS = (
     refused("cache_seqlens must be an int32 tensor", "integer", "[3, 5]", cache_seqlens=[3, 5]),
     refused("cache_seqlens must be an int32 tensor", "integer", "3.0", cache_seqlens=3.0),
-    refused("cache_seqlens must be int32", "int64", cache_seqlens=int32(3, 5).long()),
+    refused("cache_seqlens must be int32", "int64", "cache_seqlens.int()", cache_seqlens=int32(3, 5).long()),
     refused("cache_seqlens must be (batch_size) = (2)", "(1,)", cache_seqlens=int32(3)),
     refused("cache_seqlens is on meta", "same device", cache_seqlens=int32(3, 5).to("meta")),
     refused("cache_seqlens=None", "k and v", "append", cache_seqlens=None),

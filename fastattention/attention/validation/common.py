@@ -131,12 +131,19 @@ def read_options(
         left,
         right,
         softcap if type(softcap) is float else read_number("softcap", softcap),
-        dropout_p if type(dropout_p) is float else read_number("dropout_p", dropout_p),
+        dropout_p if type(dropout_p) is float else _read_dropout(dropout_p),
         deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
         qk_dtype=qk_dtype,
         return_lse=return_lse,
         return_mask=return_mask,
     )
+
+
+def _read_dropout(dropout_p: object) -> float:
+    """`dropout_p` as a float. It comes after v, where a caller may expect causal."""
+    if dropout_p is True:
+        raise ArgumentError("dropout_p must be a number below 1, got True; give causal by keyword: causal=True")
+    return read_number("dropout_p", dropout_p)
 
 
 def _window_pair(window_size: Sequence[int] | Tensor) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.plan.allreduce_model import Choice, Event, Prompt, Timeline, choose
 from fastattention.cli.plan.machines import Machine, find_machine
+from fastattention.cli.plan.models import find_shape
 from fastattention.cli.plan.picture import check_output
 from fastattention.distributed.row_partitions import Partition
-from fastattention.offload.model_shape import find_model
 from fastattention.sizes import format_bytes
 
 NOTE = "Every time is predicted from rates. docs/internals/tensor-parallel-plan.md says which of them were measured."
@@ -39,7 +39,7 @@ class AllReduceOptions:
     @property
     def prompt(self) -> Prompt:
         """One rank's share of the prompt. Raises ArgumentError, naming the option, for a wrong one."""
-        shape = find_model(self.model).sharded(self.tp)
+        shape = find_shape(self.model).sharded(self.tp)
         return Prompt(
             self.batch_size,
             self.seqlen,

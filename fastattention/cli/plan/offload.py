@@ -13,9 +13,9 @@ from rich.text import Text
 
 from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
+from fastattention.cli.plan.models import find_shape
 from fastattention.cli.plan.picture import check_output
 from fastattention.offload.hardware import find_hardware
-from fastattention.offload.model_shape import find_model
 from fastattention.offload.placement import Placement, StepPrediction, place
 from fastattention.sizes import format_bytes, read_bandwidth, read_bytes
 
@@ -66,7 +66,7 @@ def read(options: OffloadOptions) -> Callable[[int, str], Placement]:
         name: float(read_bandwidth(name, value)) for name, value in options.bandwidths.items()
     }
     hardware = replace(find_hardware(options.hardware), **bandwidths).shared(options.tp)
-    model = find_model(options.model).sharded(options.tp)
+    model = find_shape(options.model).sharded(options.tp)
     gpu_memory = read_bytes("gpu_memory", options.gpu_memory)
     cpu_memory = None if options.cpu_memory is None else read_bytes("cpu_memory", options.cpu_memory) // options.tp
     return lambda seqlen, policy: place(

@@ -139,7 +139,13 @@ def refuse_tables(*names: str) -> None:
 def _with_refusals(ask: Callable[..., str], refused: set[str]) -> Any:
     @functools.wraps(ask)
     def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
-        implementation = ask(self, *args, **kwargs)
+        try:
+            implementation = ask(self, *args, **kwargs)
+        except ValueError as error:  # Transformers lists its own names only
+            if "attn_implementation=" in str(error) and "is not supported" in str(error):
+                named = ", ".join(f'`attn_implementation="{name}"`' for name in sorted(refused))
+                error.args = (f"{error} fastattention is {named}.",)
+            raise
         if implementation in refused:
             for table in _tables(type(self)):
                 refusal = table.setdefault(implementation, _Refusal(implementation, {}))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
@@ -16,7 +15,8 @@ from transformers import (
 )
 
 import fastattention.integrations.transformers  # noqa: F401  # registers fast_attention
-from fastattention.cli.console import check_model_folder, first_line
+from fastattention.cli.console import first_line
+from fastattention.cli.model_folder import read_config
 from fastattention.errors import ArgumentError
 from fastattention.offload.model_shape import PRESETS, ModelShape
 
@@ -80,11 +80,7 @@ def config_of(shape: ModelShape, longest: int) -> PretrainedConfig:
 
 
 def _stored(folder: Path) -> PretrainedConfig:
-    check_model_folder(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # readers of Transformers may raise anything for a damaged file
-        raise ArgumentError(f"model {str(folder)!r} cannot be read: {first_line(error)}") from error
+    config = read_config(folder)
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ArgumentError(f"model {str(folder)!r} has no num_hidden_layers: it is no language model alone")
-    return config  # type: ignore[no-any-return]
+    return config

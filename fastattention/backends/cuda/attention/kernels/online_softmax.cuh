@@ -143,8 +143,7 @@ private:
     // The highest score of a row. With a quantized cache a score includes the log of its value's scale, because their
     // product is what becomes 16 bits wide.
     FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
-        if constexpr (kScoresHaveOrigin)
-            return (highest_score(scores, step, which) - origin()) * max_of_score(step, which);
+        if constexpr (kScoresHaveOrigin) return (highest_score(scores, step, which) - origin()) * max_of_score(step, which);
         if constexpr (!kQuantized) return highest_score(scores, step, which) * max_of_score(step, which);
         float highest = -infinity();
 #pragma unroll

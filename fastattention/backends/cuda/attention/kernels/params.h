@@ -47,7 +47,7 @@ struct AttentionParams {
     int64_t alibi_stride_batch;
     int64_t block_table_stride;
     int64_t block_stride_batch, block_stride_head, block_stride_row, block_stride_key;
-    int64_t report_at;  // address of a word in host memory for a sequence that its cache has no room for; 0 if there is none
+    int64_t report_at;  // address for report_length; 0 if there is none
 
     int32_t q_stride_row, k_stride_row, v_stride_row, out_stride_row;
     int32_t batch_size;

@@ -16,11 +16,11 @@ tests/mutants/*.toml has one table per mutant, one file per area:
     tests = ["tests/unit/test_merge.py"]  # files, folders, or ids of tests
     words = ["adds"]                  # optional: only tests whose id contains one of these
     env = "ascend"                    # optional: runs in .venv-ascend instead of .venv
+    needs = "vnni"                    # optional: part of a flag of /proc/cpuinfo, without which no test can notice
 
 Each worker has cores of its own, and a copy of the source tree in build/mutants with its own native library. It takes
 one mutant after the other. A mutant is killed when a test fails within five minutes. An error outside a test, such as
-one of the compiler, is not a kill. Mutants of kernels for instruction sets that the machine lacks survive there: their
-tests are skipped.
+one of the compiler, is not a kill. A mutant that needs an instruction set which the machine lacks is not run.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ class Mutant:
     tests: tuple[str, ...]
     words: tuple[str, ...] = ()
     env: str = "main"
+    needs: str = ""
+
+    @property
+    def can_be_noticed(self) -> bool:
+        """Whether the processor has what the mutant needs."""
+        return self.needs in Path("/proc/cpuinfo").read_text()
 
     @property
     def is_native(self) -> bool:
@@ -283,6 +289,8 @@ def run_all(mutants: Sequence[Mutant], control: bool, workers: int) -> list[Resu
     idle: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
     def run(mutant: Mutant) -> Result:
+        if not mutant.can_be_noticed:
+            return Result(mutant, None, f"not run: this machine lacks {mutant.needs}", 0.0)
         copy = idle.get()
         os.sched_setaffinity(0, copy.cores)  # of this thread, and of the processes that it starts
         try:
@@ -311,7 +319,7 @@ def record(results: Sequence[Result], page: Path) -> None:
     rows = _read_rows(page)
     for result in results:
         test = result.test.partition("\n")[0].replace("|", "\\|")
-        mutant, tier = result.mutant, result.tier or "survived"
+        mutant, tier = result.mutant, result.tier or ("survived" if result.mutant.can_be_noticed else "-")
         rows[mutant.name] = [
             mutant.name, mutant.area, mutant.why, tier, f"{result.seconds:.0f}", commit, f"`{test}`",
         ]  # fmt: skip
@@ -369,7 +377,7 @@ def main(
     if control:
         wrong = [result for result in results if result.test not in (PASSED, SKIPPED)]
     else:
-        wrong = [result for result in results if result.tier is None]
+        wrong = [result for result in results if result.tier is None and result.mutant.can_be_noticed]
         record(results, output)
     sys.exit(1 if wrong else 0)
 

@@ -26,6 +26,8 @@ PRINTED = {
     "serve": ["8 prompts at once: the tokens are those of eager attention"],
     "flash_attn_unchanged": ["sequence 0: 60 tokens", "40 rows of padding are 0"],
     "train --steps=3 --seqlen=64": ["s per step", "largest difference of the losses: "],
+    "lora --steps=3 --seqlen=64": ["57344 of 2877696 parameters are trained", "mean loss of the first ten steps"],
+    "batch_file --new-tokens=4": ["20 answers added to answers.jsonl, 0 were there"],
     "context_budget": ["needs an NVIDIA GPU" if not torch.cuda.is_available() else "those of a cache that keeps"],
 }
 SHORT = ("replace_sdpa", "linear_attention", "paged_cache", "flash_attn_unchanged")

@@ -130,12 +130,12 @@ class Service:
     def _sampling(self, asked: CompletionRequest | ChatRequest, choice: int) -> Sampling:
         """The sampling of one choice. The model's own defaults count if it samples by default; others are greedy."""
         given = (asked.temperature, asked.top_p, asked.top_k, asked.min_p)
-        defaults = self._defaults if self._defaults.do_sample else None
-        usual = (
-            (0.0 if all(one is None for one in given) else 1.0, 1.0, 0, 0.0)
-            if defaults is None
-            else (defaults.temperature or 1.0, defaults.top_p or 1.0, defaults.top_k or 0, defaults.min_p or 0.0)
-        )
+        defaults = self._defaults
+        if defaults.do_sample:
+            usual = (defaults.temperature or 1.0, defaults.top_p or 1.0, defaults.top_k or 0, defaults.min_p or 0.0)
+        else:
+            cuts = (asked.top_p or 1.0) < 1.0 or (asked.top_k or 0) > 0 or (asked.min_p or 0.0) > 0.0
+            usual = (1.0 if cuts else 0.0, 1.0, 0, 0.0)
         temperature, top_p, top_k, min_p = (b if a is None else a for a, b in zip(given, usual, strict=True))
         for token in asked.logit_bias:
             if token >= self.engine.vocab_size:
@@ -288,8 +288,10 @@ class _Exchange:
             raise
         finally:
             watch.cancel()
-            for one in (one for group in self._groups for one in group):
-                self._engine.cancel(one)
+            generations = (one for group in self._groups for one in group)
+            for generation, answer in zip(generations, self.answers, strict=True):
+                if answer.finish_reason is None:
+                    self._engine.cancel(generation)
             self._count(status)
 
     async def _until_left(self) -> None:

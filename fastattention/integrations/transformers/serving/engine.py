@@ -72,29 +72,30 @@ class Generation:
         self._max_tokens, self._eos = max_tokens, frozenset(eos)
         self._count = self._characters = 0
 
-    def accept(self, token: int, logprob: TokenLogprob | None) -> bool:
-        """Takes the next token, and delivers what it adds. Returns whether the answer has ended."""
+    def accept(self, token: int, logprob: TokenLogprob | None) -> Piece:
+        """Takes the next token. Returns what it adds."""
         self._count += 1
         piece = Piece(tokens=1)
         if logprob is not None:
             piece.logprobs.append((logprob, self._characters))
-        stopped = token in self._eos
-        if not stopped:
+        ended = token in self._eos
+        if not ended:
             text = self._detokenizer.push(token)
             self._characters += len(text)
-            piece.text, stopped = self._stop.push(text)
+            piece.text, found = self._stop.push(text)
+            if found:
+                piece.finish_reason = "stop"
+                return piece
         grammar = self.chooser.grammar
-        if stopped or (grammar is not None and grammar.complete):
+        if ended or (grammar is not None and grammar.complete):
             piece.finish_reason = "stop"
         elif self._count >= self._max_tokens:
             piece.finish_reason = "length"
-        if piece.finish_reason is not None and not (stopped and token not in self._eos):
+        if piece.finish_reason is not None:
             text, found = self._stop.push(self._detokenizer.finish())
             piece.text += text if found else text + self._stop.finish()
-            if found:
-                piece.finish_reason = "stop"
-        self.deliver(piece)
-        return piece.finish_reason is not None
+            piece.finish_reason = "stop" if found else piece.finish_reason
+        return piece
 
 
 class Engine:
@@ -229,11 +230,15 @@ class Engine:
             inputs.output_ids[0, : len(ready)] = torch.tensor(tokens, dtype=torch.int32)
         inputs.retrieve_device_outputs()
         batch.update_batch()
-        for generation, token, logprob in zip(ready, tokens, logprobs, strict=True):
+        pieces = [one.accept(token, logprob) for one, token, logprob in zip(ready, tokens, logprobs, strict=True)]
+        for generation, piece in zip(ready, pieces, strict=True):
             self._schedule_followers(generation)
-            if generation.accept(token, logprob):
+            if piece.finish_reason is not None:
                 self._cancel(generation)
                 batch.scheduler.block_new_requests = False  # there are free pages again
+        batch.scheduler.clear_cancelled_requests()
+        for generation, piece in zip(ready, pieces, strict=True):
+            generation.deliver(piece)
         return True
 
     def _add(self, generations: Sequence[Generation]) -> None:
@@ -261,7 +266,7 @@ class Engine:
 
     def _cancel(self, generation: Generation) -> None:
         if self._generations.pop(generation.id, None) is not None:
-            self._batch.scheduler.set_request_cancellation(generation.id)  # frees its pages before the next step
+            self._batch.scheduler.set_request_cancellation(generation.id)  # its pages are free before the next step
             self._schedule_followers(generation)
 
     def _fail_all(self, error: RequestError) -> None:

@@ -15,7 +15,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-CONTEXT:])
-        self._start, self._end = 0, len(self._tokens)  # the tokens whose text was given out last
+        # Text up to _end was given out. It is decoded again from _start, so that what follows has its context.
+        self._start, self._end = 0, len(self._tokens)
 
     def push(self, token: int) -> str:
         """The text that this token completes."""
@@ -23,7 +24,9 @@ class Detokenizer:
         text = self._text()
         if text.endswith(REPLACEMENT):
             return ""
-        self._start, self._end = self._end, len(self._tokens)
+        if text:  # a special token has none, and is no context: the space of the next would be lost
+            self._start = self._end
+        self._end = len(self._tokens)
         return text
 
     def finish(self) -> str:

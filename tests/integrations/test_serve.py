@@ -148,6 +148,41 @@ def test_penalties_follow_the_formula_of_openai(served: Served, options: dict[st
     assert found != served.tokens(PROMPT, max_tokens=12, logit_bias=bias)
 
 
+def test_a_repetition_penalty_is_that_of_generate(served: Served) -> None:
+    ids = torch.tensor([PROMPT])
+    expected = served.eager.generate(ids, max_new_tokens=40, do_sample=False, repetition_penalty=3.0)[0, len(PROMPT) :]
+    assert served.tokens(PROMPT, max_tokens=40, repetition_penalty=3.0) == expected.tolist()
+    assert expected.tolist() != served.greedy(PROMPT, 40)
+
+
+def test_a_model_that_samples_by_default_does_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = served.service._defaults
+    for name, value in (("do_sample", True), ("temperature", 3.0), ("top_k", 50)):
+        monkeypatch.setattr(defaults, name, value)
+    given = {"temperature": 3.0, "top_k": 50, "seed": 1}
+    assert served.text(PROMPT, seed=1) == served.text(PROMPT, **given)
+    assert served.tokens(PROMPT, temperature=0) == served.greedy(PROMPT)
+
+
+def test_tools_and_calls_come_to_the_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+        "{% for one in messages %}{{ one.content or one.tool_calls[0].function.arguments.word }} {% endfor %}"
+    )
+    monkeypatch.setattr(served.service._tokenizer, "chat_template", template)
+    call = {"id": "1", "type": "function", "function": {"name": "t9", "arguments": '{"word": "t5"}'}}
+    messages = [
+        {"role": "user", "content": "t4"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+        {"role": "tool", "content": "t6", "tool_call_id": "1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "t8", "parameters": {"type": "object"}}}]
+    reply = served.ask("/v1/chat/completions", {"messages": messages, "tools": tools, "max_tokens": 8})
+    assert reply.json["choices"][0]["message"]["content"].split() == words(served.greedy([8, 4, 5, 6])).split()
+    reply = served.ask("/v1/chat/completions", {"messages": messages, "tools": tools, "tool_choice": "none"})
+    assert reply.json["usage"]["prompt_tokens"] == 3
+
+
 # Ends
 
 

@@ -66,7 +66,7 @@ def test_stop_strings_are_found_however_a_text_is_cut(stops: list[str]) -> None:
 
 def test_of_equal_scores_the_first_is_greedy() -> None:
     scores = torch.tensor([[1.0, 3.0, 3.0], [4.0, 4.0, 2.0]])
-    assert choose(scores, [TokenChooser(Sampling()), TokenChooser(Sampling(temperature=1e-6))])[0] == [1, 0]
+    assert choose(scores, [TokenChooser(Sampling(), []), TokenChooser(Sampling(temperature=1e-6), [])])[0] == [1, 0]
 
 
 SETTINGS = [
@@ -81,7 +81,7 @@ SETTINGS = [
 def test_tokens_are_drawn_from_the_distribution_of_transformers() -> None:
     scores = torch.randn(len(SETTINGS), 20, generator=torch.Generator().manual_seed(0)) * 2
     draws = 4000
-    choosers = [TokenChooser(Sampling(**{**vars(one), "seed": "a"})) for one in SETTINGS]
+    choosers = [TokenChooser(Sampling(**{**vars(one), "seed": "a"}), []) for one in SETTINGS]
     drawn = [choose(scores.clone(), choosers)[0] for _ in range(draws)]
     for row, one in enumerate(SETTINGS):
         warpers = LogitsProcessorList([TemperatureLogitsWarper(one.temperature)])
@@ -100,6 +100,6 @@ def test_a_draw_depends_on_the_request_alone() -> None:
     scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     one = Sampling(temperature=1.0, seed="b")
     other = Sampling(temperature=1.0, top_k=3)
-    alone = [choose(scores[:1].clone(), [TokenChooser(one)])[0][0] for _ in range(2)]
-    beside = choose(scores.clone(), [TokenChooser(one), TokenChooser(other), TokenChooser(other)])[0][0]
+    alone = [choose(scores[:1].clone(), [TokenChooser(one, [])])[0][0] for _ in range(2)]
+    beside = choose(scores.clone(), [TokenChooser(one, []), TokenChooser(other, []), TokenChooser(other, [])])[0][0]
     assert alone == [beside] * 2

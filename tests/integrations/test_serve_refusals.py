@@ -119,7 +119,7 @@ BAD_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": "t3", "best_of": 3}, "best_of=3 is not served"),
     ({"prompt": "t3", "echo": True}, "echo=True is not served"),
     ({"prompt": "t3", "suffix": "t4"}, "suffix='t4' is not served"),
-    ({"prompt": "t3", "repetition_penalty": 1.2}, "repetition_penalty=1.2 is not served"),
+    ({"prompt": "t3", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "t3", "stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
     ({"prompt": "t3", "generation_config": "{}"}, "generation_config is not a parameter of this endpoint"),
     ({"prompt": "t3", "messages": []}, "messages is not a parameter of this endpoint"),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -76,7 +76,12 @@ class Service:
             Route("/health", self._health),
             Route("/metrics", self._counters),
         ]
-        handlers: Any = {RequestError: _answer_error, HTTPException: _answer_http_error, Exception: _answer_exception}
+        handlers: Any = {
+            RequestError: _answer_error,
+            HTTPException: _answer_http_error,
+            ClientDisconnect: lambda *_: Response(status_code=CLIENT_LEFT),
+            Exception: _answer_exception,
+        }
         app = Starlette(routes=routes, exception_handlers=handlers)
         return app if self._limits.api_key is None else _Guard(app, self._limits.api_key)
 
@@ -103,13 +108,11 @@ class Service:
     ) -> Response:
         """Generates the answers, and writes them at once or as they come."""
         exchange = _Exchange(self.engine, self._metrics, request)
-        grammar = asked.grammar
+        schema = asked.answer_schema
+        grammar = None if schema is None else await self._beside(self._grammars.of_schema, schema)
         for prompt in prompts:
             choosers = [
-                TokenChooser(
-                    self._sampling(asked, choice),
-                    None if grammar is None else await self._beside(self._grammars.of_schema, grammar),
-                )
+                TokenChooser(self._sampling(asked, choice), prompt, None if grammar is None else grammar.copy())
                 for choice in range(asked.n)
             ]
             room = self.engine.longest - len(prompt)
@@ -148,6 +151,7 @@ class Service:
             min_p=min_p,
             presence_penalty=asked.presence_penalty,
             frequency_penalty=asked.frequency_penalty,
+            repetition_penalty=asked.repetition_penalty or defaults.repetition_penalty or 1.0,
             logit_bias=asked.logit_bias,
             seed=None if asked.seed is None else f"{asked.seed}, choice {choice}",
             logprobs=asked.wanted_logprobs,

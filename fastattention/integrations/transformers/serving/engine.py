@@ -8,7 +8,6 @@ chooses its token from them (docs/decisions/0072-serve-by-a-loop-of-our-own.md).
 from __future__ import annotations
 
 import bisect
-import copy
 import itertools
 import logging
 import math
@@ -21,7 +20,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import stream_context
@@ -74,6 +73,9 @@ class Generation:
 
     def accept(self, token: int, logprob: TokenLogprob | None) -> Piece:
         """Takes the next token. Returns what it adds."""
+        grammar = self.chooser.grammar
+        if grammar is not None and grammar.error is not None:
+            return Piece(error=RequestError(400, f"response_format: {grammar.error}", "response_format"))
         self._count += 1
         piece = Piece(tokens=1)
         if logprob is not None:
@@ -86,7 +88,6 @@ class Generation:
             if found:
                 piece.finish_reason = "stop"
                 return piece
-        grammar = self.chooser.grammar
         if ended or (grammar is not None and grammar.complete):
             piece.finish_reason = "stop"
         elif self._count >= self._max_tokens:
@@ -126,8 +127,7 @@ class Engine:
             raise ArgumentError(f"a {type(model).__name__} cannot be batched by Transformers: {error}") from error
 
     def _start_batch(self, config: ContinuousBatchingConfig, tokenizer: Any) -> None:
-        plain = copy.deepcopy(self._model.generation_config)
-        plain.do_sample, plain.num_return_sequences = False, 1
+        plain = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
         manager = self._model.init_continuous_batching(plain, config)
         manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([self._logits]))
         with torch.no_grad():
@@ -142,7 +142,7 @@ class Engine:
     def _try(self, detokenizer: Detokenizer) -> None:
         """Generates a token after a prompt of two."""
         pieces: list[Piece] = []
-        chooser = TokenChooser(Sampling())
+        chooser = TokenChooser(Sampling(), [])
         self._add([Generation([1, 1], chooser, detokenizer, max_tokens=1, deliver=pieces.append)])
         while not pieces:
             if not self._step():
@@ -233,7 +233,7 @@ class Engine:
         pieces = [one.accept(token, logprob) for one, token, logprob in zip(ready, tokens, logprobs, strict=True)]
         for generation, piece in zip(ready, pieces, strict=True):
             self._schedule_followers(generation)
-            if piece.finish_reason is not None:
+            if piece.finish_reason is not None or piece.error is not None:
                 self._cancel(generation)
                 batch.scheduler.block_new_requests = False  # there are free pages again
         batch.scheduler.clear_cancelled_requests()

@@ -43,17 +43,24 @@ class Grammar:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
+    def copy(self) -> Grammar:
+        """The same state, for another answer."""
+        return Grammar(self._matcher.deep_copy())
+
     def restrict(self, scores: Tensor) -> None:
-        """Sets scores (vocab_size,) of tokens that may not come next to -inf. Raises RuntimeError if none may."""
+        """Sets scores (vocab_size,) of tokens that may not come next to -inf."""
         allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        if self._matcher.is_error():
-            raise RuntimeError(f"the grammar failed: {self._matcher.get_error()}")
         scores[: len(allowed)].masked_fill_(allowed.to(scores.device) == 0, -torch.inf)
         scores[len(allowed) :] = -torch.inf
 
     def accept(self, token: int) -> None:
         """Takes note of the token that was chosen."""
         self._matcher.consume_token(token)
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot go on, e.g. because it has become too large."""
+        return str(self._matcher.get_error()) if self._matcher.is_error() else None
 
     @property
     def complete(self) -> bool:

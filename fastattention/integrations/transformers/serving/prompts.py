@@ -19,6 +19,7 @@ class Prompts:
     def __init__(self, tokenizer: Any, longest: int, vocab_size: int) -> None:
         """longest: tokens of a prompt and its answer at most."""
         self._tokenizer, self._longest, self._vocab_size = tokenizer, longest, vocab_size
+        tokenizer("a")  # settles padding and truncation, which later calls would set while other threads decode
         words = (len(word) for word in tokenizer.get_vocab())
         self._most_characters = longest * max(CHARACTERS_A_TOKEN, max(words) + 1)
 

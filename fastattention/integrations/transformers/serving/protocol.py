@@ -26,7 +26,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "verbosity": (None,),
     "web_search_options": (None,),
-    "repetition_penalty": (None, 1),
     "min_tokens": (None, 0),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
@@ -121,6 +120,7 @@ class GenerationRequest(_Strict):
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list, max_length=16)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_as_biases)] = Field(default_factory=dict)
     ignore_eos: bool = False
     response_format: dict[str, Any] | None = None
@@ -153,7 +153,7 @@ class GenerationRequest(_Strict):
         return self
 
     @property
-    def grammar(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         """The JSON schema that the answer must follow. Raises RequestError for formats that are not served."""
         given = self.response_format or {"type": "text"}
         if given.get("type") == "text":

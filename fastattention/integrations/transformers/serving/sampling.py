@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastattention.integrations.transformers.serving.grammar import Grammar
 
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
 GREEDY_BELOW = 1e-5  # temperatures under this take the likeliest token
 
 
@@ -26,6 +27,7 @@ class Sampling:
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # of tokens in the prompt too
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: str | None = None  # makes the draws reproducible
     logprobs: int | None = None  # alternatives to report; None reports no log probabilities
@@ -42,10 +44,11 @@ class TokenLogprob(NamedTuple):
 class TokenChooser:
     """Chooses the tokens of one request. It keeps what its tokens so far imply."""
 
-    def __init__(self, sampling: Sampling, grammar: Grammar | None = None) -> None:
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], grammar: Grammar | None = None) -> None:
         self.sampling, self.grammar = sampling, grammar
         self.random = random.Random(sampling.seed)
         self._counts: collections.Counter[int] = collections.Counter()
+        self._seen = set(prompt) if sampling.repetition_penalty != 1.0 else None
 
     @property
     def greedy(self) -> bool:
@@ -55,6 +58,10 @@ class TokenChooser:
     def adjust(self, scores: Tensor) -> None:
         """Changes the scores (vocab_size,) in place by penalties, biases and the grammar."""
         one = self.sampling
+        if self._seen is not None:
+            tokens = torch.tensor(list(self._seen), device=scores.device)
+            found = scores[tokens]
+            scores[tokens] = torch.where(found > 0, found / one.repetition_penalty, found * one.repetition_penalty)
         if self._counts and (one.presence_penalty or one.frequency_penalty):
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=scores.device)
             tokens = torch.tensor(list(self._counts), device=scores.device)
@@ -68,6 +75,8 @@ class TokenChooser:
     def accept(self, token: int) -> None:
         """Takes note of the token that was chosen."""
         self._counts[token] += 1
+        if self._seen is not None:
+            self._seen.add(token)
         if self.grammar is not None:
             self.grammar.accept(token)
 
@@ -78,7 +87,7 @@ def choose(logits: Tensor, choosers: Sequence[TokenChooser]) -> tuple[list[int],
     logits: float32 (requests, vocab_size); changed in place
     """
     reported = [row for row, one in enumerate(choosers) if one.sampling.logprobs is not None]
-    raw = logits[reported].log_softmax(-1)
+    raw = logits[reported].log_softmax(-1).clamp(min=LEAST_LOGPROB)
     for row, one in enumerate(choosers):
         one.adjust(logits[row])
     chosen = logits.argmax(-1)

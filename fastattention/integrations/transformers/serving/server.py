@@ -24,7 +24,8 @@ from fastattention.integrations.transformers.serving.app import Limits, Service
 from fastattention.integrations.transformers.serving.engine import Engine
 from fastattention.integrations.transformers.serving.errors import RequestError
 
-_FOLLOWED = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
+_FOLLOWED = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
+             "RepetitionPenaltyLogitsProcessor")  # fmt: skip
 
 
 @dataclass(frozen=True)

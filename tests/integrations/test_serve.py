@@ -133,19 +133,20 @@ def test_a_bias_forces_and_forbids_tokens(served: Served) -> None:
 @pytest.mark.parametrize("options", [{"presence_penalty": 1.5}, {"frequency_penalty": 0.75}], ids=str)
 def test_penalties_follow_the_formula_of_openai(served: Served, options: dict[str, float]) -> None:
     bias = {"17": 12.0, "18": 11.0, "19": 10.0}  # makes tokens come back
-    tokens = list(PROMPT)
+    prompt = [*PROMPT, 17, 18]  # does not count
+    tokens = list(prompt)
     for _ in range(12):
         with torch.no_grad():
             scores = served.eager(torch.tensor([tokens])).logits[0, -1]
         for token, value in bias.items():
             scores[int(token)] += value
-        counts = torch.bincount(torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=VOCABULARY)
+        counts = torch.bincount(torch.tensor(tokens[len(prompt) :], dtype=torch.int64), minlength=VOCABULARY)
         scores -= counts * options.get("frequency_penalty", 0.0)
         scores -= (counts > 0) * options.get("presence_penalty", 0.0)
         tokens.append(int(scores.argmax()))
-    found = served.tokens(PROMPT, max_tokens=12, logit_bias=bias, **options)
-    assert found == tokens[len(PROMPT) :]
-    assert found != served.tokens(PROMPT, max_tokens=12, logit_bias=bias)
+    found = served.tokens(prompt, max_tokens=12, logit_bias=bias, **options)
+    assert found == tokens[len(prompt) :]
+    assert found != served.tokens(prompt, max_tokens=12, logit_bias=bias)
 
 
 def test_a_repetition_penalty_is_that_of_generate(served: Served) -> None:

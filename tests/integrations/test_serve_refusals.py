@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -260,8 +261,13 @@ async def until_idle(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_pages(served: Served, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_pages(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     engine = served.service.engine
+    step = engine._step
+
+    def slow_step() -> bool:  # the answers would take seconds
+        time.sleep(0.01)
+        return step()
 
     async def leave() -> Reply:
         left = asyncio.Event()
@@ -269,12 +275,16 @@ def test_a_client_that_leaves_frees_its_pages(served: Served, stream: bool) -> N
         asked = asyncio.ensure_future(call(served.service.app(), "/v1/completions", body, leave=left))
         while not engine.running:
             await asyncio.sleep(0.001)
+        generations = list(engine._generations.values())
         left.set()
         reply = await asked
         await until_idle(served)
+        assert [one._count < 400 for one in generations] == [True] * 3
         return reply
 
-    reply = asyncio.run(leave())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_step", slow_step)
+        reply = asyncio.run(leave())
     assert reply.status == (200 if stream else 499)
     assert b"[DONE]" not in reply.body
     assert served.tokens(PROMPT) == served.greedy(PROMPT)

@@ -118,16 +118,17 @@ def _sample(scores: Tensor, choosers: Sequence[TokenChooser], cut: bool) -> Tens
     A draw therefore depends on nothing but the request's scores and seed.
     """
 
-    def column(values: list[float]) -> Tensor:
+    def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]
 
     settings = [one.sampling for one in choosers]
     weights = (scores.double() / column([one.temperature for one in settings])).softmax(-1)
     order = None
     if cut:
-        weights, order = weights.sort(dim=-1, descending=True, stable=True)
-        ranks = torch.arange(weights.shape[-1], device=scores.device)
-        weights = weights.where(ranks < column([one.top_k or weights.shape[-1] for one in settings]), 0.0)
+        limits = [min(one.top_k, scores.shape[-1]) or scores.shape[-1] for one in settings]
+        weights, order = weights.topk(max(limits), dim=-1)  # sorts all unless every request has a top_k
+        ranks = torch.arange(max(limits), device=scores.device)
+        weights = weights.where(ranks < column(limits), 0.0)
         weights = weights / weights.sum(-1, keepdim=True)
         before = weights.cumsum(-1) - weights
         kept = (before < column([one.top_p for one in settings])) & (

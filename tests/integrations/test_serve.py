@@ -182,6 +182,9 @@ def test_tools_and_calls_come_to_the_template(served: Served, monkeypatch: pytes
     assert reply.json["choices"][0]["message"]["content"].split() == words(served.greedy([8, 4, 5, 6])).split()
     reply = served.ask("/v1/chat/completions", {"messages": messages, "tools": tools, "tool_choice": "none"})
     assert reply.json["usage"]["prompt_tokens"] == 3
+    monkeypatch.setattr(served.service._tokenizer, "chat_template", "{{ word }} t4")
+    reply = served.ask("/v1/chat/completions", chat("t3", chat_template_kwargs={"word": "t7"}))
+    assert reply.json["choices"][0]["message"]["content"].split() == words(served.greedy([7, 4])).split()
 
 
 # Ends
@@ -237,6 +240,8 @@ def test_a_stream_says_the_same_in_pieces_with_its_usage(served: Served) -> None
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 16
     assert all(one["usage"] is None and one["object"] == "chat.completion.chunk" for one in events)
+    body["stream_options"]["continuous_usage_stats"] = True
+    assert [one["usage"]["completion_tokens"] for one in served.ask("/v1/chat/completions", body).events[:-1]][-1] == 16
     for index in (0, 1):
         choices = [one["choices"][0] for one in events if one["choices"][0]["index"] == index]
         assert choices[0]["delta"]["role"] == "assistant"

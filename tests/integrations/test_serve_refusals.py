@@ -70,6 +70,11 @@ BAD_CHATS: list[tuple[Any, str | None, str]] = [
     ({**said(), "response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
     ({**said(), "response_format": {"type": "json_object"}}, "response_format", "cannot read this model's tokenizer"),
     ({**said(), "chat_template": "{{ 3 }}"}, "chat_template", "chat_template is not a parameter of this endpoint"),
+    (
+        {**said(), "chat_template_kwargs": {"chat_template": "t3"}},
+        "chat_template_kwargs",
+        "must not have chat_template",
+    ),
 ]
 
 

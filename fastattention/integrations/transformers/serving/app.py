@@ -32,7 +32,7 @@ from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.grammar import Grammars
 from fastattention.integrations.transformers.serving.metrics import Metrics
 from fastattention.integrations.transformers.serving.prompts import Prompts
-from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, read
+from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, StreamOptions, read
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser
 from fastattention.integrations.transformers.serving.text import Detokenizer
 
@@ -100,7 +100,8 @@ class Service:
         self._check_model(asked.model)
         self._check_room(asked.n)
         tools = None if asked.tool_choice == "none" else asked.tools
-        prompt = await self._beside(self._prompts.chat, asked.messages, tools)
+        options = asked.chat_template_kwargs or {}
+        prompt = await self._beside(self._prompts.chat, asked.messages, tools, options)
         return await self._respond(request, asked, [prompt], ChatWriter(self.name, self._word, asked.logprobs))
 
     async def _respond(
@@ -126,8 +127,8 @@ class Service:
             )
         self._check_room(len(exchange.answers))
         if asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return StreamingResponse(exchange.stream(writer, with_usage), media_type="text/event-stream")
+            options = asked.stream_options or StreamOptions()
+            return StreamingResponse(exchange.stream(writer, options), media_type="text/event-stream")
         return await exchange.whole(writer)
 
     def _sampling(self, asked: CompletionRequest | ChatRequest, choice: int) -> Sampling:
@@ -248,17 +249,19 @@ class _Exchange:
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse(writer.whole(self.answers, self._usage()))
 
-    async def stream(self, writer: Writer, with_usage: bool) -> AsyncIterator[str]:
+    async def stream(self, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
         """Server-sent events. An error is an event, since the status has been sent."""
         begun: set[int] = set()
-        nothing = {"usage": None} if with_usage else {}
         try:
             async with contextlib.aclosing(self._received()) as received:
                 async for index, piece in received:
                     if piece.text or piece.logprobs or piece.finish_reason is not None:
-                        yield event({**writer.chunk(index, piece, index not in begun), **nothing})
+                        body = writer.chunk(index, piece, index not in begun)
+                        if options.include_usage:
+                            body["usage"] = self._usage() if options.continuous_usage_stats else None
+                        yield event(body)
                         begun.add(index)
-            if with_usage:
+            if options.include_usage:
                 yield event(writer.usage_chunk(self._usage()))
             yield "data: [DONE]\n\n"
         except RequestError as error:

@@ -227,7 +227,7 @@ class Engine:
         ready = [self._generations[one.state.request_id] for one in inputs.requests_in_batch if one.has_new_token]
         with stream_context(inputs.compute_stream):
             tokens, logprobs = choose(self._logits.kept[: len(ready)], [one.chooser for one in ready])
-            inputs.output_ids[0, : len(ready)] = torch.tensor(tokens, dtype=torch.int32)
+            inputs.output_ids[0, : len(ready)] = torch.tensor(tokens, dtype=torch.int32, device="cpu")
         inputs.retrieve_device_outputs()
         batch.update_batch()
         pieces = [one.accept(token, logprob) for one, token, logprob in zip(ready, tokens, logprobs, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -32,16 +33,25 @@ class Prompts:
                 raise RequestError(400, f"prompt: token {token} must be 0 to {self._vocab_size - 1}", "prompt")
         return self._checked(prompt, "prompt")
 
-    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """The tokens of a chat by the model's template. Raises RequestError (400) for what the template refuses."""
+    def chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> list[int]:
+        """The tokens of a chat by the model's template. Raises RequestError (400) for what the template refuses.
+
+        options: variables of the template, e.g. enable_thinking
+        """
         template = self._tokenizer.chat_template
         if not template:
             raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
         if tools and "tools" not in str(template):
             raise RequestError(400, "this model's chat template takes no tools", "tools")
+        reserved = options.keys() & inspect.signature(self._tokenizer.apply_chat_template).parameters
+        if reserved:
+            message = f"chat_template_kwargs must not have {', '.join(sorted(reserved))}"
+            raise RequestError(400, message, "chat_template_kwargs")
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RequestError(400, f"the model's chat template refuses the messages: {error}", "messages") from error

@@ -30,6 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
     "skip_special_tokens": (None, True),
+    "stop_token_ids": (None, []),
+    "include_stop_str_in_output": (None, False),
 }
 # Parameters that change no answer.
 _NO_EFFECT = (
@@ -76,6 +78,7 @@ class StreamOptions(_Strict):
     """What a stream holds besides text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # with include_usage: in every event
     include_obfuscation: bool = False  # changes nothing here: no obfuscation is sent
 
 
@@ -223,6 +226,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("messages", mode="after")
     @classmethod

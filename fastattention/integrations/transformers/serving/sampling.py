@@ -59,16 +59,17 @@ class TokenChooser:
         """Changes the scores (vocab_size,) in place by penalties, biases and the grammar."""
         one = self.sampling
         if self._seen is not None:
-            tokens = torch.tensor(list(self._seen), device=scores.device)
+            tokens = torch.tensor(list(self._seen), dtype=torch.int64, device=scores.device)
             found = scores[tokens]
             scores[tokens] = torch.where(found > 0, found / one.repetition_penalty, found * one.repetition_penalty)
         if self._counts and (one.presence_penalty or one.frequency_penalty):
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=scores.device)
-            tokens = torch.tensor(list(self._counts), device=scores.device)
+            tokens = torch.tensor(list(self._counts), dtype=torch.int64, device=scores.device)
             scores[tokens] -= counts * one.frequency_penalty + one.presence_penalty
         if one.logit_bias:
-            tokens = torch.tensor(list(one.logit_bias), device=scores.device)
-            scores[tokens] += torch.tensor(list(one.logit_bias.values()), device=scores.device)
+            tokens = torch.tensor(list(one.logit_bias), dtype=torch.int64, device=scores.device)
+            biases = torch.tensor(list(one.logit_bias.values()), dtype=torch.float32, device=scores.device)
+            scores[tokens] += biases
         if self.grammar is not None:
             self.grammar.restrict(scores)
 

@@ -121,7 +121,7 @@ def ask(port: int, number: int) -> str:
         count = json.loads(text)["usage"]["completion_tokens"] if status == 200 else 0
         return kind if 1 <= count <= body["max_tokens"] else f"{kind}: {status} wrong"
     status, text = post(port, {**body, "stream": True}, None if kind == "stream" else chance.randint(1, 600))
-    right = status == 200 and (kind == "left" or "finish_reason" in text.rsplit("data:", 1)[-1])
+    right = status == 200 and (kind == "left" or text.endswith("data: [DONE]\n\n"))
     return kind if right else f"{kind}: {status} wrong"
 
 

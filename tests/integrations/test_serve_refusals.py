@@ -92,6 +92,10 @@ BAD_COMPLETIONS: list[tuple[Any, str]] = [
     (b"", "the body is not JSON"),
     (b"[" * 50_000, "the body is not JSON"),
     (b"\xff", "the body is not JSON"),
+    (b'{"prompt": "\\ud800"}', "prompt is not text"),
+    (b'{"prompt": "t3", "\\ud800": 1}', "input should be a valid string"),
+    (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "prompt must be"),
+    (b'{"prompt": "t3", "response_format": {"type": ' + b"[" * 900 + b"]" * 900 + b"}}", ""),
     ([], "must be a JSON object, got list"),
     ({"max_tokens": 3}, "prompt is missing"),
     ({"prompt": 3}, "prompt must be a string, a list"),
@@ -181,7 +185,10 @@ def test_the_metrics_count(served: Served) -> None:
 
     before = counted()
     served.complete(PROMPT, n=2)
+    assert served.ask("/v1/completions", {"prompt": 3}).status == 400
     found = counted()
+    refused = 'fastattention_requests_total{endpoint="/v1/completions",status="400"}'
+    assert found[refused] - before.get(refused, 0.0) == 1
     ended = 'fastattention_requests_total{endpoint="/v1/completions",status="200"}'
     assert found[ended] - before.get(ended, 0.0) == 1
     assert found["fastattention_generated_tokens_total"] - before["fastattention_generated_tokens_total"] == 16

@@ -77,9 +77,10 @@ class Service:
             Route("/metrics", self._counters),
         ]
         handlers: Any = {
-            RequestError: _answer_error,
+            RequestError: self._refuse,
             HTTPException: _answer_http_error,
             ClientDisconnect: lambda *_: Response(status_code=CLIENT_LEFT),
+            RecursionError: lambda *_: _answer_error(RequestError(400, "the request is nested too deeply")),
             Exception: _answer_exception,
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
@@ -103,6 +104,10 @@ class Service:
         options = asked.chat_template_kwargs or {}
         prompt = await self._beside(self._prompts.chat, asked.messages, tools, options)
         return await self._respond(request, asked, [prompt], ChatWriter(self.name, self._word, asked.logprobs))
+
+    def _refuse(self, request: Request, error: RequestError) -> Response:
+        self._metrics.count(request, error.status)
+        return _answer_error(error)
 
     async def _respond(
         self, request: Request, asked: CompletionRequest | ChatRequest, prompts: Sequence[list[int]], writer: Writer
@@ -224,6 +229,7 @@ class _Exchange:
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has left
         self._begun = time.perf_counter()
+        self._status = CLIENT_LEFT  # until all answers are complete
 
     def add(
         self, prompt: list[int], choosers: Sequence[TokenChooser], detokenizer: Callable[[], Detokenizer], **ends: Any
@@ -245,7 +251,8 @@ class _Exchange:
         async with contextlib.aclosing(self._received()) as received:
             async for _ in received:
                 pass
-        if any(one.finish_reason is None for one in self.answers):
+        self._metrics.count(self._request, self._status)
+        if self._status == CLIENT_LEFT:
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse(writer.whole(self.answers, self._usage()))
 
@@ -265,7 +272,10 @@ class _Exchange:
                 yield event(writer.usage_chunk(self._usage()))
             yield "data: [DONE]\n\n"
         except RequestError as error:
+            self._status = error.status
             yield event(error.body())
+        finally:
+            self._metrics.count(self._request, self._status)
 
     async def _received(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Submits all, and gives pieces as they come, until all answers are complete or the client has left.
@@ -274,7 +284,6 @@ class _Exchange:
         """
         watch = asyncio.ensure_future(self._until_left())
         watch.add_done_callback(lambda _: self._pieces.put_nowait(None))
-        status = CLIENT_LEFT
         try:
             for group in self._groups:
                 self._engine.submit(group)
@@ -289,25 +298,21 @@ class _Exchange:
                 open_answers -= piece.finish_reason is not None
                 yield index, piece
             if not open_answers:
-                status = 200
-        except RequestError as error:
-            status = error.status
-            raise
+                self._status = 200
         finally:
             watch.cancel()
             generations = (one for group in self._groups for one in group)
             for generation, answer in zip(generations, self.answers, strict=True):
                 if answer.finish_reason is None:
                     self._engine.cancel(generation)
-            self._count(status)
+            self._count_tokens()
 
     async def _until_left(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
 
-    def _count(self, status: int) -> None:
+    def _count_tokens(self) -> None:
         metrics, used = self._metrics, self._usage()
-        metrics.requests.labels(self._request.url.path, str(status)).inc()
         metrics.prompt_tokens.inc(used["prompt_tokens"])
         metrics.cached_tokens.inc(used["prompt_tokens_details"]["cached_tokens"])
         metrics.tokens.inc(used["completion_tokens"])
@@ -335,7 +340,7 @@ class _Guard:
             await self._app(scope, receive, send)
 
 
-def _answer_error(_: Request, error: RequestError) -> Response:
+def _answer_error(error: RequestError) -> Response:
     headers = {"Retry-After": "1"} if error.status == 429 else None
     return JSONResponse(error.body(), error.status, headers)
 

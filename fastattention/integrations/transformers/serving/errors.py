@@ -10,7 +10,9 @@ class RequestError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        # They may quote what a client sent, and JSON can hold text that UTF-8 cannot.
+        self.message, self.param = (text and text.encode(errors="replace").decode() for text in (message, param))
 
     def body(self) -> dict[str, Any]:
         """The JSON of the error."""

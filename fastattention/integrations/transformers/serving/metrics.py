@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import Request
 
 from fastattention.integrations.transformers.serving.engine import Engine
 
@@ -14,7 +15,7 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self._requests = Counter(
             "fastattention_requests", "Requests by how they ended; 499: the client left.", ["endpoint", "status"],
             registry=registry,
         )  # fmt: skip
@@ -36,6 +37,12 @@ class Metrics:
             ("cache_usage", "Share of the cache's pages in use, 0 to 1.", lambda: engine.cache_usage),
         ):
             Gauge(f"fastattention_{name}", text, registry=registry).set_function(read)
+
+    def count(self, request: Request, status: int) -> None:
+        """Counts a request to a model once it has ended."""
+        path = request.url.path
+        if path in ("/v1/completions", "/v1/chat/completions"):  # others are for the client to choose
+            self._requests.labels(path, str(status)).inc()
 
     def text(self) -> bytes:
         """All counters in Prometheus' format."""

@@ -60,6 +60,10 @@ class Prompts:
     def _encode(self, text: str, param: str, special: bool) -> list[int]:
         if len(text) > self._most_characters:
             raise context_too_long(f"{len(text)} characters", self._longest, param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(400, f"{param} is not text: {error}", param) from error
         return self._checked(self._tokenizer(text, add_special_tokens=special)["input_ids"], param)
 
     def _checked(self, tokens: list[int], param: str) -> list[int]:

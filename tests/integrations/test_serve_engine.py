@@ -19,6 +19,28 @@ from .models import DECODERS, VOCABULARY, pair
 from .serving_models import SHAPE
 
 
+def test_those_who_wait_begin_when_the_last_under_way_has_left(tmp_path: Path) -> None:
+    save_word_model(tmp_path, VOCABULARY, **SHAPE)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    engine = Engine(copy.deepcopy(pair("llama").eager), tokenizer, kv_memory=8 << 20)
+    pieces: list[Piece] = []
+    leaving, waiting = (
+        Generation([3, 4], TokenChooser(Sampling(), []), Detokenizer(tokenizer, []), max_tokens=9, deliver=deliver)
+        for deliver in (lambda _: None, pieces.append)
+    )
+    with torch.no_grad():
+        engine.submit([leaving])
+        assert engine._step()
+        engine._batch.scheduler.block_new_requests = True  # as Transformers does where pages are short
+        engine.submit([waiting])
+        assert engine._step()
+        assert not pieces
+        assert (engine.running, engine.waiting) == (1, 1)
+        engine.cancel(leaving)
+        assert engine._step()
+    assert len(pieces) == 1
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_decoder_is_greedy_as_generate_is(name: str, tmp_path: Path) -> None:
     save_word_model(tmp_path, VOCABULARY, **SHAPE)

@@ -204,7 +204,7 @@ class Engine:
                 self._recover(error)
                 continue
             if not busy:
-                self._wake.wait()
+                self._wake.wait(0.1 if self._generations else None)
                 self._wake.clear()
         self._fail_all(RequestError(503, "the server has ended"))
 
@@ -235,7 +235,6 @@ class Engine:
             self._schedule_followers(generation)
             if piece.finish_reason is not None or piece.error is not None:
                 self._cancel(generation)
-                batch.scheduler.block_new_requests = False  # there are free pages again
         batch.scheduler.clear_cancelled_requests()
         for generation, piece in zip(ready, pieces, strict=True):
             generation.deliver(piece)
@@ -267,6 +266,7 @@ class Engine:
     def _cancel(self, generation: Generation) -> None:
         if self._generations.pop(generation.id, None) is not None:
             self._batch.scheduler.set_request_cancellation(generation.id)  # its pages are free before the next step
+            self._batch.scheduler.block_new_requests = False  # set where pages were short
             self._schedule_followers(generation)
 
     def _fail_all(self, error: RequestError) -> None:

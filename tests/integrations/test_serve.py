@@ -62,12 +62,10 @@ def test_requests_at_once_are_greedy_as_generate_is_or_sample(served: Served) ->
     assert sum(one != other for one, other in zip(found[1::3], expected, strict=True)) > 4
 
 
-def test_a_long_prompt_in_chunks_is_continued_as_generate_does(served: Served) -> None:
+def test_a_long_prompt_in_chunks_is_continued_as_generate_does(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = [3 + index % 190 for index in range(POSITIONS - 20)]
-    served.service.engine._batch.cache.max_batch_tokens, before = 64, served.service.engine._batch.max_batch_tokens
-    served.service.engine._batch.max_batch_tokens = 64
+    monkeypatch.setattr(served.service.engine._batch, "max_batch_tokens", 64)
     assert served.tokens(prompt) == served.greedy(prompt)
-    served.service.engine._batch.max_batch_tokens = before
 
 
 PROMPT_FORMS = [words(PROMPT), [words(PROMPT), "t7 t8"], PROMPT, [PROMPT, [7, 8]]]

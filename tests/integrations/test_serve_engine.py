@@ -41,6 +41,28 @@ def test_those_who_wait_begin_when_the_last_under_way_has_left(tmp_path: Path) -
     assert len(pieces) == 1
 
 
+def test_others_go_on_while_a_long_prompt_is_read(tmp_path: Path) -> None:
+    save_word_model(tmp_path, VOCABULARY, **SHAPE)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    engine = Engine(copy.deepcopy(pair("llama").eager), tokenizer, kv_memory=8 << 20)
+    engine._batch.max_batch_tokens = 64
+    short: list[Piece] = []
+    long: list[Piece] = []
+    first, second = (
+        Generation(prompt, TokenChooser(Sampling(), []), Detokenizer(tokenizer, []), max_tokens=30, deliver=deliver)
+        for prompt, deliver in (([3, 4], short.append), ([5] * 400, long.append))
+    )
+    with torch.no_grad():
+        engine.submit([first])
+        assert engine._step()
+        engine.submit([second])
+        for step in range(2, 8):  # 63 tokens of the long prompt beside one of the other
+            assert engine._step()
+            assert (len(short), len(long)) == (step, 0)
+        assert engine._step()
+    assert (len(short), len(long)) == (8, 1)
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_decoder_is_greedy_as_generate_is(name: str, tmp_path: Path) -> None:
     save_word_model(tmp_path, VOCABULARY, **SHAPE)

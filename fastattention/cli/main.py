@@ -228,7 +228,9 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0.0, max=MOST_SECONDS, help="Seconds for requests under way when the server is to end.")
     ] = 30.0,
-    api_key: Annotated[str | None, typer.Option(help="Key that clients must send. Default: all are served.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that clients must send. Default: FASTATTENTION_API_KEY, or none.")
+    ] = None,
     max_request_bytes: Annotated[str, typer.Option(help="Size of a request at most, e.g. 16MiB.")] = "4MiB",
     max_waiting: Annotated[int, typer.Option(min=1, help="Answers that may wait to begin; more get 429.")] = 256,
     trust_remote_code: Annotated[

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from fastattention import environment
 from fastattention.cli.console import MESSAGES, OUTPUT, check_model_folder
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.sizes import read_bytes
@@ -46,7 +47,7 @@ def serve(
     from fastattention.integrations.transformers.serving.app import Limits
 
     announce, warn = (functools.partial(one.print, markup=False, soft_wrap=True) for one in (OUTPUT, MESSAGES))
-    limits = Limits(api_key, request_bytes, max_waiting)
+    limits = Limits(api_key or environment.api_key(), request_bytes, max_waiting)
     settings = server.Settings(
         model=model, name=name, host=host, port=port, device=device, dtype=dtype, kv_memory=memory,
         grace_seconds=grace_seconds, trust_remote_code=trust_remote_code, limits=limits,

@@ -121,6 +121,15 @@ def test_an_open_server_without_a_key_is_warned_of(folder: Path, host: str, key:
     assert any("can be reached from other machines" in line for line in warnings) == warned
 
 
+def test_a_key_comes_from_the_environment_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+    monkeypatch.setattr(serving, "serve", lambda settings, *_: found.append(settings.limits.api_key))
+    monkeypatch.setenv("FASTATTENTION_API_KEY", "one")
+    for options in ([], ["--api-key=two"]):
+        assert CliRunner().invoke(app, ["serve", str(folder), *options]).exit_code == 0
+    assert found == ["one", "two"]
+
+
 @slow
 def test_the_command_finishes_requests_under_way_before_it_ends(folder: Path) -> None:
     command = [

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import ipaddress
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -123,6 +124,8 @@ class _Server(uvicorn.Server):
         )
         await super().shutdown(sockets)
         late.cancel()
+        if self.force_exit:  # every request that is cut off would log a traceback
+            logging.getLogger("uvicorn.error").disabled = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ends after the requests under way at the first signal, and at once at the second."""

@@ -89,6 +89,14 @@ def kernel_cache() -> Path:
         ) from error
 
 
+def api_key() -> str | None:
+    """FASTATTENTION_API_KEY: the key of `fastattention serve`, which other users of the machine cannot read here.
+
+    Unset or empty: everyone is served, unless --api-key is given.
+    """
+    return os.environ.get("FASTATTENTION_API_KEY") or None
+
+
 def peer_to_peer_disabled() -> bool:
     """NCCL_P2P_DISABLE: 1 keeps GPUs from reading each other's memory directly, here as in NCCL."""
     return os.environ.get("NCCL_P2P_DISABLE") == "1"

@@ -211,12 +211,14 @@ def warmup(
         command.warmup(device, headdim or [64, 96, 128, 256], [one.value for one in dtype or KernelDtype], training)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command()
 def serve(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Transformers model folder, or a name on the hub.")],
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
+    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: MODEL.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes any that is free.")] = 8000,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:0, ... Default: a GPU if there is one.")] = None,
+    dtype: Annotated[ModelDtype, typer.Option(help="Of the model; auto is as it was saved.")] = ModelDtype.AUTO,
     kv_memory: Annotated[
         str | None,
         typer.Option(
@@ -226,12 +228,33 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0.0, max=MOST_SECONDS, help="Seconds for requests under way when the server is to end.")
     ] = 30.0,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that clients must send. Default: FASTATTENTION_API_KEY, or none.")
+    ] = None,
+    max_request_bytes: Annotated[str, typer.Option(help="Size of a request at most, e.g. 16MiB.")] = "4MiB",
+    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that may wait to begin; more get 429.")] = 256,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="RUN PYTHON CODE that comes with MODEL: it can do all you can.")
+    ] = False,
 ) -> None:
-    """Serve a model by the OpenAI API: Transformers' server, batching on fast_attention. Takes its options too."""
+    """Serve a model by the OpenAI API, with requests batched on fast_attention."""
     from fastattention.cli import serve as command
 
     with errors_as_messages():
-        command.serve(model, host, port, kv_memory, grace, context.args)
+        command.serve(
+            model=model,
+            name=name,
+            host=host,
+            port=port,
+            device=device,
+            dtype=dtype.value,
+            kv_memory=kv_memory,
+            grace_seconds=grace,
+            api_key=api_key,
+            max_request_bytes=max_request_bytes,
+            max_waiting=max_waiting,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 @app.command("export-kernel")

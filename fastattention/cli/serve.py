@@ -1,34 +1,58 @@
-"""`fastattention serve`: checks the model's name, and lets the Transformers integration serve it."""
+"""`fastattention serve`: checks what was given, and lets the Transformers integration serve the model."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from transformers.utils.import_utils import is_serve_available
-
+from fastattention import environment
 from fastattention.cli.console import MESSAGES, OUTPUT, check_model_folder
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.sizes import read_bytes
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?(:[\w./-]+)?", re.ASCII)  # with a revision, or a GGUF file
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", re.ASCII)  # with a revision
+PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance", "jinja2", "psutil")  # the extra
 
 
 def serve(
-    model: str, host: str, port: int, kv_memory: str | None, grace_seconds: float, options: Sequence[str]
+    *,
+    model: str,
+    name: str | None,
+    host: str,
+    port: int,
+    device: str | None,
+    dtype: str,
+    kv_memory: str | None,
+    grace_seconds: float,
+    api_key: str | None,
+    max_request_bytes: str,
+    max_waiting: int,
+    trust_remote_code: bool,
 ) -> None:
-    """Serves until SIGINT or SIGTERM. kv_memory: a size, e.g. 8GiB; options: those of `transformers serve`."""
+    """Serves until SIGINT or SIGTERM. kv_memory, max_request_bytes: sizes, e.g. 8GiB."""
     memory = None if kv_memory is None else read_bytes("--kv-memory", kv_memory)
-    if not is_serve_available():
-        raise UnsupportedError("the server's packages are not installed: pip install 'fastattention[serve]'")
+    request_bytes = read_bytes("--max-request-bytes", max_request_bytes)
+    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UnsupportedError(
+            f"the server's packages are not installed ({', '.join(missing)}): pip install 'fastattention[serve]'"
+        )
+    if api_key == "":
+        raise ArgumentError("--api-key must not be empty; leave it out to serve everyone")
     _check_model(model)
 
     from fastattention.integrations.transformers.serving import server
+    from fastattention.integrations.transformers.serving.app import Limits
 
     announce, warn = (functools.partial(one.print, markup=False, soft_wrap=True) for one in (OUTPUT, MESSAGES))
-    server.serve(model, host, port, memory, grace_seconds, options, announce, warn)
+    limits = Limits(api_key or environment.api_key(), request_bytes, max_waiting)
+    settings = server.Settings(
+        model=model, name=name, host=host, port=port, device=device, dtype=dtype, kv_memory=memory,
+        grace_seconds=grace_seconds, trust_remote_code=trust_remote_code, limits=limits,
+    )  # fmt: skip
+    server.serve(settings, announce, warn)
 
 
 def _check_model(model: str) -> None:

@@ -1,4 +1,6 @@
-"""Transformers' server of the OpenAI API, with requests batched on fast_attention. `fastattention serve` starts it.
+"""A server of the OpenAI API: every request sampled by its own parameters, all batched on fast_attention.
 
-server.py starts and stops it; requests.py generates each request, and refuses fields that it cannot honor.
+protocol.py reads requests, prompts.py turns them into tokens, and app.py answers them. engine.py runs the batch in a
+thread of its own, with sampling.py to choose tokens, grammar.py to constrain them and text.py to spell them. answers.py
+writes the JSON, metrics.py counts, and server.py starts and ends it all.
 """

@@ -1,0 +1,354 @@
+"""The routes: OpenAI's completions and chats, with errors in its form."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fastattention.integrations.transformers.serving.answers import (
+    Answer,
+    ChatWriter,
+    CompletionWriter,
+    Writer,
+    event,
+    usage,
+)
+from fastattention.integrations.transformers.serving.engine import Engine, Generation, Piece
+from fastattention.integrations.transformers.serving.errors import RequestError
+from fastattention.integrations.transformers.serving.grammar import Grammars
+from fastattention.integrations.transformers.serving.metrics import Metrics
+from fastattention.integrations.transformers.serving.prompts import Prompts
+from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, StreamOptions, read
+from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser
+from fastattention.integrations.transformers.serving.text import Detokenizer
+
+_T = TypeVar("_T")
+CLIENT_LEFT = 499  # as proxies log it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may ask for."""
+
+    api_key: str | None = None
+    request_bytes: int = 4 << 20
+    waiting: int = 256  # answers that have not begun
+
+
+class Service:
+    """One model, and the requests to it."""
+
+    def __init__(self, name: str, engine: Engine, tokenizer: Any, limits: Limits, defaults: Any) -> None:
+        """name: by which clients call the model; defaults: the model's GenerationConfig."""
+        self.name, self.engine, self._tokenizer = name, engine, tokenizer
+        self._limits, self._defaults = limits, defaults
+        eos = defaults.eos_token_id if defaults.eos_token_id is not None else tokenizer.eos_token_id
+        self._eos: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self._prompts = Prompts(tokenizer, engine.longest, engine.vocab_size)
+        self._grammars = Grammars(tokenizer, engine.vocab_size, self._eos)
+        self._metrics = Metrics(engine)
+        self._created = int(time.time())
+        # One thread: tokenizers are not made for several at once.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._word = functools.lru_cache(maxsize=65536)(lambda token: str(tokenizer.decode([token])))
+
+    def app(self) -> ASGIApp:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/metrics", self._counters),
+        ]
+        handlers: Any = {
+            RequestError: self._refuse,
+            HTTPException: _answer_http_error,
+            ClientDisconnect: lambda *_: Response(status_code=CLIENT_LEFT),
+            RecursionError: lambda *_: _answer_error(RequestError(400, "the request is nested too deeply")),
+            Exception: _answer_exception,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        return app if self._limits.api_key is None else _Guard(app, self._limits.api_key)
+
+    async def _completions(self, request: Request) -> Response:
+        body = await self._body(request)
+        asked = read(CompletionRequest, body)
+        self._check_model(asked.model)
+        self._check_room(len(asked.prompts) * asked.n)
+        prompts = [await self._beside(self._prompts.complete, one) for one in asked.prompts]
+        writer = CompletionWriter(self.name, self._word, asked.logprobs is not None)
+        return await self._respond(request, asked, prompts, writer)
+
+    async def _chat(self, request: Request) -> Response:
+        body = await self._body(request)
+        asked = read(ChatRequest, body)
+        self._check_model(asked.model)
+        self._check_room(asked.n)
+        tools = None if asked.tool_choice == "none" else asked.tools
+        options = asked.chat_template_kwargs or {}
+        prompt = await self._beside(self._prompts.chat, asked.messages, tools, options)
+        return await self._respond(request, asked, [prompt], ChatWriter(self.name, self._word, asked.logprobs))
+
+    def _refuse(self, request: Request, error: RequestError) -> Response:
+        self._metrics.count(request, error.status)
+        return _answer_error(error)
+
+    async def _respond(
+        self, request: Request, asked: CompletionRequest | ChatRequest, prompts: Sequence[list[int]], writer: Writer
+    ) -> Response:
+        """Generates the answers, and writes them at once or as they come."""
+        exchange = _Exchange(self.engine, self._metrics, request)
+        schema = asked.answer_schema
+        grammar = None if schema is None else await self._beside(self._grammars.of_schema, schema)
+        for prompt in prompts:
+            choosers = [
+                TokenChooser(self._sampling(asked, choice), prompt, None if grammar is None else grammar.copy())
+                for choice in range(asked.n)
+            ]
+            room = self.engine.longest - len(prompt)
+            exchange.add(
+                prompt,
+                choosers,
+                functools.partial(Detokenizer, self._tokenizer, prompt),
+                max_tokens=min(asked.wanted_tokens or room, room),
+                stop=asked.stop,
+                eos=() if asked.ignore_eos else self._eos,
+            )
+        self._check_room(len(exchange.answers))
+        if asked.stream:
+            options = asked.stream_options or StreamOptions()
+            return StreamingResponse(exchange.stream(writer, options), media_type="text/event-stream")
+        return await exchange.whole(writer)
+
+    def _sampling(self, asked: CompletionRequest | ChatRequest, choice: int) -> Sampling:
+        """The sampling of one choice. The model's own defaults count if it samples by default; others are greedy."""
+        given = (asked.temperature, asked.top_p, asked.top_k, asked.min_p)
+        defaults = self._defaults
+        if defaults.do_sample:
+            usual = (defaults.temperature or 1.0, defaults.top_p or 1.0, defaults.top_k or 0, defaults.min_p or 0.0)
+        else:
+            cuts = (asked.top_p or 1.0) < 1.0 or (asked.top_k or 0) > 0 or (asked.min_p or 0.0) > 0.0
+            usual = (1.0 if cuts else 0.0, 1.0, 0, 0.0)
+        temperature, top_p, top_k, min_p = (b if a is None else a for a, b in zip(given, usual, strict=True))
+        for token in asked.logit_bias:
+            if token >= self.engine.vocab_size:
+                allowed = f"0 to {self.engine.vocab_size - 1}"
+                raise RequestError(400, f"logit_bias: token {token} must be {allowed}", "logit_bias")
+        return Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=max(0, int(top_k)),
+            min_p=min_p,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            repetition_penalty=asked.repetition_penalty or defaults.repetition_penalty or 1.0,
+            logit_bias=asked.logit_bias,
+            seed=None if asked.seed is None else f"{asked.seed}, choice {choice}",
+            logprobs=asked.wanted_logprobs,
+        )
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's body. Raises RequestError (413) as soon as it is too large."""
+        most = self._limits.request_bytes
+        error = RequestError(413, f"the request has more than {most} bytes (--max-request-bytes)", code="too_large")
+        if int(request.headers.get("content-length") or 0) > most:
+            raise error
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise error
+        return bytes(body)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise RequestError(
+                404, f"model {name!r} is not served; this server has {self.name!r}", "model", "model_not_found"
+            )
+
+    def _check_room(self, answers: int) -> None:
+        most = self._limits.waiting
+        if answers > most:
+            raise RequestError(400, f"the request asks for {answers} answers; this server takes {most} at once")
+        if self.engine.waiting + answers > most:
+            raise RequestError(429, f"{self.engine.waiting} answers wait; at most {most} may (--max-waiting)")
+        if not self.engine.alive:
+            raise RequestError(503, "the server is ending")
+
+    async def _beside(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Runs a function that may take long beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, functools.partial(function, *args))
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "fastattention",
+            "max_model_len": self.engine.longest,
+        }
+
+    async def _health(self, _: Request) -> Response:
+        alive = self.engine.alive
+        return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
+
+    async def _counters(self, _: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+class _Exchange:
+    """One request under way: its answers, and whether its client is still there."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, request: Request) -> None:
+        self.answers: list[Answer] = []
+        self._engine, self._metrics, self._request = engine, metrics, request
+        self._groups: list[list[Generation]] = []  # by prompt
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has left
+        self._begun = time.perf_counter()
+        self._status = CLIENT_LEFT  # until all answers are complete
+
+    def add(
+        self, prompt: list[int], choosers: Sequence[TokenChooser], detokenizer: Callable[[], Detokenizer], **ends: Any
+    ) -> None:
+        """Adds a prompt and its choices. ends: max_tokens, stop and eos of `Generation`."""
+        group = []
+        for chooser in choosers:
+            deliver = functools.partial(self._deliver, len(self.answers))
+            group.append(Generation(prompt, chooser, detokenizer(), deliver=deliver, **ends))
+            self.answers.append(Answer())
+        self._groups.append(group)
+
+    def _deliver(self, index: int, piece: Piece) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
+
+    async def whole(self, writer: Writer) -> Response:
+        """The answer once it is complete. Raises RequestError where it failed."""
+        async with contextlib.aclosing(self._received()) as received:
+            async for _ in received:
+                pass
+        self._metrics.count(self._request, self._status)
+        if self._status == CLIENT_LEFT:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(writer.whole(self.answers, self._usage()))
+
+    async def stream(self, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
+        """Server-sent events. An error is an event, since the status has been sent."""
+        begun: set[int] = set()
+        try:
+            async with contextlib.aclosing(self._received()) as received:
+                async for index, piece in received:
+                    if piece.text or piece.logprobs or piece.finish_reason is not None:
+                        body = writer.chunk(index, piece, index not in begun)
+                        if options.include_usage:
+                            body["usage"] = self._usage() if options.continuous_usage_stats else None
+                        yield event(body)
+                        begun.add(index)
+            if options.include_usage:
+                yield event(writer.usage_chunk(self._usage()))
+            yield "data: [DONE]\n\n"
+        except RequestError as error:
+            self._status = error.status
+            yield event(error.body())
+        finally:
+            self._metrics.count(self._request, self._status)
+
+    async def _received(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Submits all, and gives pieces as they come, until all answers are complete or the client has left.
+
+        Whatever ends it, answers that are not complete are canceled. Raises RequestError where one failed.
+        """
+        watch = asyncio.ensure_future(self._until_left())
+        watch.add_done_callback(lambda _: self._pieces.put_nowait(None))
+        try:
+            for group in self._groups:
+                self._engine.submit(group)
+            open_answers = len(self.answers)
+            while open_answers and (got := await self._pieces.get()) is not None:
+                index, piece = got
+                if piece.error is not None:
+                    raise piece.error
+                if not any(one.tokens for one in self.answers):
+                    self._metrics.first_token.observe(time.perf_counter() - self._begun)
+                self.answers[index].add(piece)
+                open_answers -= piece.finish_reason is not None
+                yield index, piece
+            if not open_answers:
+                self._status = 200
+        finally:
+            watch.cancel()
+            generations = (one for group in self._groups for one in group)
+            for generation, answer in zip(generations, self.answers, strict=True):
+                if answer.finish_reason is None:
+                    self._engine.cancel(generation)
+            self._count_tokens()
+
+    async def _until_left(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+
+    def _count_tokens(self) -> None:
+        metrics, used = self._metrics, self._usage()
+        metrics.prompt_tokens.inc(used["prompt_tokens"])
+        metrics.cached_tokens.inc(used["prompt_tokens_details"]["cached_tokens"])
+        metrics.tokens.inc(used["completion_tokens"])
+        metrics.duration.observe(time.perf_counter() - self._begun)
+
+    def _usage(self) -> dict[str, Any]:
+        firsts = [group[0] for group in self._groups]
+        cached_tokens = sum(one.cached_tokens or 0 for one in firsts)
+        return usage(sum(len(one.prompt) for one in firsts), cached_tokens, self.answers)
+
+
+class _Guard:
+    """Lets requests in that have the API key. /health is open to all."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app, self._expected = app, f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "http" and scope["path"] != "/health" and not hmac.compare_digest(given, self._expected):
+            message = "give the server's API key as 'Authorization: Bearer KEY'"
+            error = RequestError(401, message, code="invalid_api_key")
+            await JSONResponse(error.body(), 401)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _answer_error(error: RequestError) -> Response:
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(error.body(), error.status, headers)
+
+
+def _answer_http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(RequestError(error.status_code, message).body(), error.status_code, error.headers)
+
+
+def _answer_exception(_: Request, error: Exception) -> Response:
+    return JSONResponse(RequestError(500, f"the server failed: {type(error).__name__}").body(), 500)

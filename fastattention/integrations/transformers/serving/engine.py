@@ -1,0 +1,325 @@
+"""Generates all requests in one batch, in a thread that owns the model.
+
+Transformers' continuous batching has the paged cache, the scheduler and the forward pass. Its loop samples all requests
+alike, so this module has a loop of its own around them: a logits processor keeps the logits of a step, and each request
+chooses its token from them (docs/decisions/0072-serve-by-a-loop-of-our-own.md).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.utils import stream_context
+
+from fastattention.errors import ArgumentError
+from fastattention.integrations.transformers import NAME, batching
+from fastattention.integrations.transformers.serving.errors import RequestError
+from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser, TokenLogprob, choose
+from fastattention.integrations.transformers.serving.text import Detokenizer, StopStrings
+
+_log = logging.getLogger("uvicorn.error")
+
+MOST_REQUESTS = 256  # in a step; CUDA graphs are padded to a power of two up to it: more would slow all steps
+CPU_STEP = 512  # tokens of a step on a CPU: while a long prompt is read, others wait for a chunk of it
+
+
+@dataclass
+class Piece:
+    """What a step adds to an answer."""
+
+    text: str = ""
+    logprobs: list[tuple[TokenLogprob, int]] = field(default_factory=list)  # and where its text begins
+    tokens: int = 0
+    finish_reason: str | None = None  # "stop" or "length"; None: more follows
+    error: RequestError | None = None
+
+
+class Generation:
+    """One answer: its prompt, how its tokens are chosen, where it ends, and who hears of it."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        chooser: TokenChooser,
+        detokenizer: Detokenizer,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        eos: Iterable[int] = (),
+        deliver: Callable[[Piece], None],
+    ) -> None:
+        """deliver: called in the engine's thread."""
+        self.prompt, self.chooser, self.deliver = prompt, chooser, deliver
+        self.cached_tokens: int | None = None  # of the prompt, found in the cache; None before the first step
+        self.id = ""  # given by the engine
+        self.followers: list[Generation] = []  # answers to the same prompt, which begin once its pages can be shared
+        self._detokenizer, self._stop = detokenizer, StopStrings(stop)
+        self._max_tokens, self._eos = max_tokens, frozenset(eos)
+        self._count = self._characters = 0
+
+    def accept(self, token: int, logprob: TokenLogprob | None) -> Piece:
+        """Takes the next token. Returns what it adds."""
+        grammar = self.chooser.grammar
+        if grammar is not None and grammar.error is not None:
+            return Piece(error=RequestError(400, f"response_format: {grammar.error}", "response_format"))
+        self._count += 1
+        piece = Piece(tokens=1)
+        if logprob is not None:
+            piece.logprobs.append((logprob, self._characters))
+        ended = token in self._eos
+        if not ended:
+            text = self._detokenizer.push(token)
+            self._characters += len(text)
+            piece.text, found = self._stop.push(text)
+            if found:
+                piece.finish_reason = "stop"
+                return piece
+        if ended or (grammar is not None and grammar.complete):
+            piece.finish_reason = "stop"
+        elif self._count >= self._max_tokens:
+            piece.finish_reason = "length"
+        if piece.finish_reason is not None:
+            text, found = self._stop.push(self._detokenizer.finish())
+            piece.text += text if found else text + self._stop.finish()
+            piece.finish_reason = "stop" if found else piece.finish_reason
+        return piece
+
+
+class Engine:
+    """The batch of one model."""
+
+    def __init__(self, model: Any, tokenizer: Any, kv_memory: int | None = None) -> None:
+        """kv_memory: bytes; None is a quarter of the free memory on a CPU, and Transformers' own choice on a GPU.
+
+        Raises ArgumentError for a model that cannot be batched.
+        """
+        batching.enable()
+        model.set_attn_implementation(NAME)
+        self._model = model
+        self.device, self.dtype = str(model.device), str(model.dtype).removeprefix("torch.")
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        config = ContinuousBatchingConfig(use_async_batching=False, max_requests_per_batch=MOST_REQUESTS)
+        _set_memory(config, model, kv_memory)
+        self._generations: dict[str, Generation] = {}  # the engine's thread alone uses it
+        self._commands: queue.SimpleQueue[tuple[Callable[..., None], Any]] = queue.SimpleQueue()
+        self._wake, self._stopped = threading.Event(), threading.Event()
+        self._numbers = itertools.count()
+        self.cache_usage = 0.0  # share of the pages that hold keys and values of requests or of prefixes to share
+        self._logits = _LogitsKeeper(model, MOST_REQUESTS)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        try:
+            self._start_batch(config, tokenizer)
+        except Exception as error:  # Transformers finds out only in a step what it cannot batch
+            raise ArgumentError(f"a {type(model).__name__} cannot be batched by Transformers: {error}") from error
+
+    def _start_batch(self, config: ContinuousBatchingConfig, tokenizer: Any) -> None:
+        plain = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
+        manager = self._model.init_continuous_batching(plain, config)
+        manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([self._logits]))
+        with torch.no_grad():
+            self._batch = manager._create_batch_processor()
+            self._batch.warmup(self._model)
+            self._try(Detokenizer(tokenizer, []))
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self.capacity: int = self._batch.cache.max_tokens_read
+        longest = _longest_request(self._batch.cache)
+        self.longest: int = longest if positions is None else min(longest, positions)  # of prompt and answer
+
+    def _try(self, detokenizer: Detokenizer) -> None:
+        """Generates a token after a prompt of two."""
+        pieces: list[Piece] = []
+        chooser = TokenChooser(Sampling(), [])
+        self._add([Generation([1, 1], chooser, detokenizer, max_tokens=1, deliver=pieces.append)])
+        while not pieces:
+            if not self._step():
+                raise RuntimeError("the cache holds no prompt of two tokens")
+        self._step()
+
+    # Called in any thread
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Generates answers to one prompt, which share its pages."""
+        self._command(self._add, generations)
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends an answer that nobody waits for. Nothing more is delivered once the engine has taken note."""
+        self._command(self._cancel, generation)
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends all answers under way with an error."""
+        self._command(self._fail_all, error)
+
+    def stop(self, timeout: float) -> None:
+        """Ends the thread after the step under way, which is given `timeout` seconds."""
+        self._stopped.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive() and not self._stopped.is_set()
+
+    @property
+    def waiting(self) -> int:
+        """Answers that have not begun."""
+        return max(0, len(self._generations) - self.running) + self._commands.qsize()
+
+    @property
+    def running(self) -> int:
+        """Answers that have begun and hold pages."""
+        return len(self._batch.scheduler.active_requests)
+
+    def _command(self, function: Callable[..., None], argument: Any) -> None:
+        self._commands.put((function, argument))
+        self._wake.set()
+
+    # Called in the engine's thread
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                busy = self._step()
+            except Exception as error:
+                self._recover(error)
+                continue
+            if not busy:
+                self._wake.wait(0.1 if self._generations else None)
+                self._wake.clear()
+        self._fail_all(RequestError(503, "the server has ended"))
+
+    def _step(self) -> bool:
+        """Computes the next tokens of the requests that fit a step. Returns False if there are none."""
+        while not self._commands.empty():
+            function, argument = self._commands.get()
+            function(argument)
+        batch = self._batch
+        busy = batch.prepare_next_batch()
+        self.cache_usage = 1.0 - float(batch.cache.compute_free_capacity())
+        if not busy:
+            return False
+        inputs, runner = batch.inputs_and_outputs, batch.model_runner
+        for one in inputs.requests_in_batch:
+            generation = self._generations[one.state.request_id]
+            if generation.cached_tokens is None:
+                generation.cached_tokens = one.state.position_offset - one.query_length
+        runner.compute_batch(self._model, inputs.get_model_kwargs(use_padding=runner.pad_inputs))
+        ready = [self._generations[one.state.request_id] for one in inputs.requests_in_batch if one.has_new_token]
+        with stream_context(inputs.compute_stream):
+            tokens, logprobs = choose(self._logits.kept[: len(ready)], [one.chooser for one in ready])
+            inputs.output_ids[0, : len(ready)] = torch.tensor(tokens, dtype=torch.int32, device="cpu")
+        inputs.retrieve_device_outputs()
+        batch.update_batch()
+        pieces = [one.accept(token, logprob) for one, token, logprob in zip(ready, tokens, logprobs, strict=True)]
+        for generation, piece in zip(ready, pieces, strict=True):
+            self._schedule_followers(generation)
+            if piece.finish_reason is not None or piece.error is not None:
+                self._cancel(generation)
+        batch.scheduler.clear_cancelled_requests()
+        for generation, piece in zip(ready, pieces, strict=True):
+            generation.deliver(piece)
+        return True
+
+    def _add(self, generations: Sequence[Generation]) -> None:
+        for one in generations:
+            one.id = str(next(self._numbers))
+            self._generations[one.id] = one
+        first = generations[0]
+        first.followers = list(generations[1:])
+        self._schedule(first)
+        cache = self._batch.cache
+        if not cache.use_prefix_sharing or len(first.prompt) <= self._batch.cb_config.page_size:
+            self._schedule_followers(first)
+
+    def _schedule(self, generation: Generation) -> None:
+        # Ends of answers are decided here, so the batch knows of none.
+        self._batch.scheduler.add_waiting_request(
+            RequestState(generation.id, list(generation.prompt), max_new_tokens=None, eos_token_id=None)
+        )
+
+    def _schedule_followers(self, generation: Generation) -> None:
+        for one in generation.followers:
+            if one.id in self._generations:  # not canceled
+                self._schedule(one)
+        generation.followers = []
+
+    def _cancel(self, generation: Generation) -> None:
+        if self._generations.pop(generation.id, None) is not None:
+            self._batch.scheduler.set_request_cancellation(generation.id)  # its pages are free before the next step
+            self._batch.scheduler.block_new_requests = False  # set where pages were short
+            self._schedule_followers(generation)
+
+    def _fail_all(self, error: RequestError) -> None:
+        for generation in list(self._generations.values()):
+            self._cancel(generation)
+            generation.deliver(Piece(error=error))
+
+    def _recover(self, error: Exception) -> None:
+        """Fails all requests of a step that failed, and goes on with an empty cache."""
+        _log.error("a step failed", exc_info=error)
+        failed = RequestError(500, f"the step of this request failed: {type(error).__name__}: {error}")
+        self._fail_all(failed)
+        self._batch.reset()
+
+
+class _LogitsKeeper(LogitsProcessor):
+    """Copies the logits of a step to where CUDA graphs, which record the copy, find them again."""
+
+    supports_continuous_batching = True
+
+    def __init__(self, model: Any, rows: int) -> None:
+        size = model.config.get_text_config().vocab_size
+        self.kept = torch.empty(rows, size, dtype=torch.float32, device=model.device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (requests, vocab_size), unchanged."""
+        self.kept[: scores.shape[0]].copy_(scores)
+        return scores
+
+
+def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | None) -> None:
+    """Sets the number of blocks of the cache by its size in bytes."""
+    if kv_memory is None:
+        if model.device.type != "cpu":
+            return
+        kv_memory = psutil.virtual_memory().available // 4
+    text = model.config.get_text_config()
+    headdim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    nheads_k = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    block = 2 * nheads_k * headdim * text.num_hidden_layers * model.dtype.itemsize * config.page_size
+    if kv_memory < 2 * block:
+        raise ArgumentError(f"kv_memory={kv_memory} bytes hold less than two blocks of {block} bytes")
+    config.num_blocks = kv_memory // block
+    step = CPU_STEP if model.device.type == "cpu" else 2048
+    config.max_batch_tokens = min(step, config.num_blocks * config.page_size)
+    config.max_memory_percent = 1.0
+
+
+def _longest_request(cache: Any) -> int:
+    """Tokens of the longest request that a paged cache can hold."""
+
+    def sectors(tokens: int) -> int:
+        allocators = cache.cache_allocators.values()
+        return sum(math.ceil(math.ceil(tokens / one.tokens_per_page) / one.blocks_per_sector) for one in allocators)
+
+    return bisect.bisect_right(range(cache.max_tokens_read + 1), cache.num_sectors, key=sectors) - 1

@@ -1,0 +1,100 @@
+"""The engine by itself, with models of several kinds of attention."""
+
+from __future__ import annotations
+
+import copy
+import queue
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from word_model import save_word_model
+
+from fastattention.integrations.transformers.serving.engine import Engine, Generation, Piece
+from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser
+from fastattention.integrations.transformers.serving.text import Detokenizer
+
+from .models import DECODERS, VOCABULARY, pair
+from .serving_models import SHAPE
+
+
+def test_those_who_wait_begin_when_the_last_under_way_has_left(tmp_path: Path) -> None:
+    save_word_model(tmp_path, VOCABULARY, **SHAPE)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    engine = Engine(copy.deepcopy(pair("llama").eager), tokenizer, kv_memory=8 << 20)
+    pieces: list[Piece] = []
+    leaving, waiting = (
+        Generation([3, 4], TokenChooser(Sampling(), []), Detokenizer(tokenizer, []), max_tokens=9, deliver=deliver)
+        for deliver in (lambda _: None, pieces.append)
+    )
+    with torch.no_grad():
+        engine.submit([leaving])
+        assert engine._step()
+        engine._batch.scheduler.block_new_requests = True  # as Transformers does where pages are short
+        engine.submit([waiting])
+        assert engine._step()
+        assert not pieces
+        assert (engine.running, engine.waiting) == (1, 1)
+        engine.cancel(leaving)
+        assert engine._step()
+    assert len(pieces) == 1
+
+
+def test_others_go_on_while_a_long_prompt_is_read(tmp_path: Path) -> None:
+    save_word_model(tmp_path, VOCABULARY, **SHAPE)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    engine = Engine(copy.deepcopy(pair("llama").eager), tokenizer, kv_memory=8 << 20)
+    engine._batch.max_batch_tokens = 64
+    short: list[Piece] = []
+    long: list[Piece] = []
+    first, second = (
+        Generation(prompt, TokenChooser(Sampling(), []), Detokenizer(tokenizer, []), max_tokens=30, deliver=deliver)
+        for prompt, deliver in (([3, 4], short.append), ([5] * 400, long.append))
+    )
+    with torch.no_grad():
+        engine.submit([first])
+        assert engine._step()
+        engine.submit([second])
+        for step in range(2, 8):  # 63 tokens of the long prompt beside one of the other
+            assert engine._step()
+            assert (len(short), len(long)) == (step, 0)
+        assert engine._step()
+    assert (len(short), len(long)) == (8, 1)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_decoder_is_greedy_as_generate_is(name: str, tmp_path: Path) -> None:
+    save_word_model(tmp_path, VOCABULARY, **SHAPE)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    eager = pair(name).eager
+    engine = Engine(copy.deepcopy(eager), tokenizer, kv_memory=8 << 20)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in (2, 30, 75)]
+    found: list[list[int]] = [[] for _ in prompts]
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+
+    class Recorder(TokenChooser):
+        """Keeps the tokens: their text may not tell them."""
+
+        def __init__(self, tokens: list[int]) -> None:
+            super().__init__(Sampling(), [])
+            self._tokens = tokens
+
+        def accept(self, token: int) -> None:
+            super().accept(token)
+            self._tokens.append(token)
+
+    for prompt, tokens in zip(prompts, found, strict=True):
+        detokenizer = Detokenizer(tokenizer, prompt)
+        engine.submit([Generation(prompt, Recorder(tokens), detokenizer, max_tokens=12, deliver=pieces.put)])
+    engine.start()
+    under_way = len(prompts)
+    while under_way:
+        piece = pieces.get(timeout=60)
+        assert piece.error is None
+        under_way -= piece.finish_reason is not None
+    engine.stop(10)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        expected = eager.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1)
+        assert tokens == expected[0, len(prompt) :].tolist()

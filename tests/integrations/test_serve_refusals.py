@@ -1,0 +1,395 @@
+"""What the server refuses, clients that leave, overload, and models that cannot be served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM, T5Config
+from word_model import save_word_model, words
+
+from fastattention.errors import ArgumentError
+from fastattention.integrations.transformers.serving.app import Limits, _Guard
+from fastattention.integrations.transformers.serving.server import Settings, load
+from integrations.asgi import Reply, call
+from integrations.serving_models import KEY, POSITIONS, SHAPE, VOCABULARY, Served, prompts, serve
+
+PROMPT = prompts()[4]
+WAITING, REQUEST_BYTES = 8, 100_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_word_model(path, VOCABULARY, **SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    """A service with pages for two long answers."""
+    found = serve(folder, kv_memory=1 << 20, limits=Limits(request_bytes=REQUEST_BYTES, waiting=WAITING))
+    yield found
+    found.service.engine.stop(10)
+
+
+def said(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "t3", **message}]}
+
+
+IMAGE = [{"type": "text", "text": "t3"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+AUDIO = [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+BAD_CHATS: list[tuple[Any, str | None, str]] = [
+    ({}, "messages", "messages is missing"),
+    ({"messages": 3}, "messages", "got 3"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "t3"}, "messages", "list"),
+    ({"messages": ["t3"]}, "messages.0", "'t3'"),
+    ({"messages": [{"content": "t3"}]}, "messages", "messages[0].role must be one of system,"),
+    (said(role="robot"), "messages", "got 'robot'"),
+    (said(content=3), "messages", "messages[0].content must be a string"),
+    (said(content=None), "messages", "messages[0].content is missing"),
+    (said(content=IMAGE), "messages", "part of type 'image_url'; this server takes text only"),
+    (said(content=AUDIO), "messages", "part of type 'input_audio'"),
+    (said(role="assistant", audio={"id": "1"}), "messages", "messages[0].audio is not served"),
+    (said(role="assistant", tool_calls=[CALL]), "messages", "function.arguments is not JSON"),
+    ({**said(), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "takes no tools"),
+    ({**said(), "tool_choice": "required"}, None, "tool_choice='required' is not served"),
+    ({**said(), "top_logprobs": 2}, None, "top_logprobs needs logprobs=true"),
+    ({**said(), "logprobs": 3}, "logprobs", "boolean"),
+    ({**said(), "reasoning_effort": "high"}, None, "reasoning_effort='high' is not served"),
+    ({**said(), "response_format": {"type": "xml"}}, "response_format", "must be text, json_object or json_schema"),
+    ({**said(), "response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
+    ({**said(), "response_format": {"type": "json_object"}}, "response_format", "cannot read this model's tokenizer"),
+    ({**said(), "chat_template": "{{ 3 }}"}, "chat_template", "chat_template is not a parameter of this endpoint"),
+    (
+        {**said(), "chat_template_kwargs": {"chat_template": "t3"}},
+        "chat_template_kwargs",
+        "must not have chat_template",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS, ids=[message for *_, message in BAD_CHATS])
+def test_a_bad_chat_is_refused_with_the_reason(served: Served, body: Any, param: str | None, message: str) -> None:
+    reply = served.ask("/v1/chat/completions", body)
+    assert reply.status == 400
+    assert message in reply.error["message"]
+    assert reply.error["param"] == param
+
+
+LONG = [3] * POSITIONS
+BAD_COMPLETIONS: list[tuple[Any, str]] = [
+    (b"{", "the body is not JSON"),
+    (b"", "the body is not JSON"),
+    (b"[" * 50_000, "the body is not JSON"),
+    (b"\xff", "the body is not JSON"),
+    (b'{"prompt": "\\ud800"}', "prompt is not text"),
+    (b'{"prompt": "t3", "\\ud800": 1}', "input should be a valid string"),
+    (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "prompt must be"),
+    (b'{"prompt": "t3", "response_format": {"type": ' + b"[" * 900 + b"]" * 900 + b"}}", ""),
+    ([], "must be a JSON object, got list"),
+    ({"max_tokens": 3}, "prompt is missing"),
+    ({"prompt": 3}, "prompt must be a string, a list"),
+    ({"prompt": []}, "prompt must be"),
+    ({"prompt": ["t3", 3]}, "prompt must be"),
+    ({"prompt": [True]}, "prompt must be"),
+    ({"prompt": ""}, "the prompt has 0 tokens"),
+    ({"prompt": [[3], []]}, "the prompt has 0 tokens"),
+    ({"prompt": [VOCABULARY]}, f"token {VOCABULARY} must be 0 to {VOCABULARY - 1}"),
+    ({"prompt": [-1]}, "token -1 must be"),
+    ({"prompt": words(LONG)}, f"the prompt has {POSITIONS} tokens; this server takes 1 to {POSITIONS - 1}"),
+    ({"prompt": LONG}, f"the prompt has {POSITIONS} tokens"),
+    ({"prompt": "t3", "max_tokens": "many"}, "max_tokens: input should be a valid integer, got 'many'"),
+    ({"prompt": "t3", "max_tokens": 0}, "max_tokens: input should be greater than or equal to 1, got 0"),
+    ({"prompt": "t3", "temperature": -1}, "temperature"),
+    ({"prompt": "t3", "temperature": "hot"}, "temperature: input should be a valid number, got 'hot'"),
+    (b'{"prompt": "t3", "temperature": NaN}', "temperature"),
+    ({"prompt": "t3", "top_p": 0}, "top_p"),
+    ({"prompt": "t3", "min_p": 2}, "min_p"),
+    ({"prompt": "t3", "top_k": -2}, "top_k"),
+    ({"prompt": "t3", "n": 0}, "n: "),
+    ({"prompt": "t3", "n": WAITING + 1}, f"this server takes {WAITING} at once"),
+    ({"prompt": "t3", "seed": 0.5}, "seed"),
+    ({"prompt": "t3", "stop": [3]}, "stop must be a string or a list of strings"),
+    ({"prompt": "t3", "stop": ""}, "stop must not hold an empty string"),
+    ({"prompt": "t3", "presence_penalty": 3}, "presence_penalty"),
+    ({"prompt": "t3", "logit_bias": {"t4": 3}}, "logit_bias: 't4' must be a token id"),
+    ({"prompt": "t3", "logit_bias": {"4": 300}}, "logit_bias: 300 must be a number from -100 to 100"),
+    ({"prompt": "t3", "logit_bias": {"999": 3}}, "logit_bias: token 999"),
+    ({"prompt": "t3", "logprobs": 21}, "logprobs"),
+    ({"prompt": "t3", "best_of": 3}, "best_of=3 is not served"),
+    ({"prompt": "t3", "echo": True}, "echo=True is not served"),
+    ({"prompt": "t3", "suffix": "t4"}, "suffix='t4' is not served"),
+    ({"prompt": "t3", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "t3", "stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+    ({"prompt": "t3", "generation_config": "{}"}, "generation_config is not a parameter of this endpoint"),
+    ({"prompt": "t3", "messages": []}, "messages is not a parameter of this endpoint"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_COMPLETIONS, ids=[f"{at}" for at in range(len(BAD_COMPLETIONS))])
+def test_a_bad_completion_is_refused_with_the_reason(served: Served, body: Any, message: str) -> None:
+    reply = served.ask("/v1/completions", body)
+    assert reply.status == 400
+    assert message in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_parameters_that_ask_for_nothing_are_taken(served: Served) -> None:
+    neutral = {
+        "n": None, "frequency_penalty": 0, "presence_penalty": 0.0, "stop": None, "logprobs": None, "user": "me",
+        "best_of": 1, "echo": False, "suffix": None, "logit_bias": None, "seed": None, "model": "tiny", "stream": None,
+        "response_format": {"type": "text"}, "metadata": {"a": "b"}, "repetition_penalty": 1.0, "top_k": -1,
+    }  # fmt: skip
+    assert served.tokens(PROMPT, **neutral) == served.greedy(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/load_model", {"model": "another"}, 404),
+        ("/reset", {}, 404),
+        ("/v1/responses", {"input": "t3"}, 404),
+        ("/v1/audio/transcriptions", b"--x", 404),
+        ("/v1/completions", None, 405),
+        ("/v1/completions", {"prompt": "t3", "model": "another"}, 404),
+        ("/v1/models/another", None, 404),
+    ],
+)
+def test_there_is_one_model_and_nothing_else(served: Served, path: str, body: Any, status: int) -> None:
+    reply = served.ask(path, body)
+    assert reply.status == status
+    assert reply.error["message"]
+
+
+def test_the_model_and_the_health_are_told(served: Served) -> None:
+    [model] = served.ask("/v1/models").json["data"]
+    assert model == served.ask("/v1/models/tiny").json
+    assert (model["id"], model["max_model_len"]) == ("tiny", POSITIONS)
+    assert served.ask("/health").json == {"status": "ok"}
+
+
+def test_the_metrics_count(served: Served) -> None:
+    def counted() -> dict[str, float]:
+        lines = served.ask("/metrics").body.decode().splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+
+    before = counted()
+    served.complete(PROMPT, n=2)
+    assert served.ask("/v1/completions", {"prompt": 3}).status == 400
+    found = counted()
+    refused = 'fastattention_requests_total{endpoint="/v1/completions",status="400"}'
+    assert found[refused] - before.get(refused, 0.0) == 1
+    ended = 'fastattention_requests_total{endpoint="/v1/completions",status="200"}'
+    assert found[ended] - before.get(ended, 0.0) == 1
+    assert found["fastattention_generated_tokens_total"] - before["fastattention_generated_tokens_total"] == 16
+    assert found["fastattention_prompt_tokens_total"] - before["fastattention_prompt_tokens_total"] == len(PROMPT)
+    assert found["fastattention_running"] == found["fastattention_waiting"] == 0
+
+
+@pytest.mark.parametrize(("given", "status"), [(None, 401), ("Bearer no", 401), (KEY, 401), (f"Bearer {KEY}", 200)])
+def test_a_key_is_asked_for_everywhere_but_for_health(served: Served, given: str | None, status: int) -> None:
+    app, headers = _Guard(served.service.app(), KEY), {} if given is None else {"Authorization": given}
+    reply = asyncio.run(call(app, "/v1/models", headers=headers))
+    assert reply.status == status
+    if status == 401:
+        assert reply.error["code"] == "invalid_api_key"
+    assert asyncio.run(call(app, "/metrics", headers=headers)).status == status
+    assert asyncio.run(call(app, "/health")).status == 200
+
+
+@pytest.mark.parametrize("parts", [1, 7], ids=["with its length", "in parts"])
+def test_a_body_that_is_too_large_is_not_read(served: Served, parts: int) -> None:
+    reply = served.ask("/v1/completions", {"prompt": "t3 " * REQUEST_BYTES}, parts=parts)
+    assert reply.status == 413
+    assert f"more than {REQUEST_BYTES} bytes" in reply.error["message"]
+
+
+def test_a_text_of_too_many_characters_is_not_split_into_tokens(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def split(*_: Any, **__: Any) -> None:
+        raise AssertionError("the text was split into tokens")
+
+    monkeypatch.setattr(type(served.service._tokenizer), "__call__", split)
+    text = "t3 " * (64 * POSITIONS // 3 + 1)
+    for path, body in (
+        ("/v1/completions", {"prompt": text}), ("/v1/chat/completions", said(content=text)),
+    ):  # fmt: skip
+        reply = served.ask(path, body)
+        assert reply.status == 400
+        assert "characters" in reply.error["message"]
+        assert reply.error["code"] == "context_length_exceeded"
+
+
+def test_others_are_answered_while_a_text_is_split(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    complete = served.service._prompts.complete
+
+    def slow(prompt: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(60)
+        return complete(prompt)
+
+    monkeypatch.setattr(served.service._prompts, "complete", slow)
+
+    async def ask() -> Reply:
+        app = served.service.app()
+        asked = asyncio.ensure_future(call(app, "/v1/completions", {"prompt": "t3"}))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        assert (await call(app, "/health")).status == 200
+        go_on.set()
+        return await asked
+
+    assert asyncio.run(ask()).status == 200
+
+
+# Clients that leave, and overload
+
+
+ENDLESS = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
+
+
+async def until_idle(served: Served) -> None:
+    """Waits until no request is under way, and all pages are free but those of prefixes to share."""
+    engine = served.service.engine
+    for _ in range(6000):
+        if not engine.running and not engine.waiting and not engine._generations:
+            break
+        await asyncio.sleep(0.01)
+    assert (engine.running, engine.waiting) == (0, 0)
+    engine._batch.cache.evict_cached_blocks()
+    assert engine._batch.cache.compute_free_capacity() == 1.0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_frees_its_pages(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    engine = served.service.engine
+    step = engine._step
+
+    def slow_step() -> bool:  # the answers would take seconds
+        time.sleep(0.01)
+        return step()
+
+    async def leave() -> Reply:
+        left = asyncio.Event()
+        body = {"prompt": PROMPT, "stream": stream, "n": 3, **ENDLESS}
+        asked = asyncio.ensure_future(call(served.service.app(), "/v1/completions", body, leave=left))
+        while not engine.running:
+            await asyncio.sleep(0.001)
+        generations = list(engine._generations.values())
+        left.set()
+        reply = await asked
+        await until_idle(served)
+        assert [one._count < 400 for one in generations] == [True] * 3
+        return reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_step", slow_step)
+        reply = asyncio.run(leave())
+    assert reply.status == (200 if stream else 499)
+    assert b"[DONE]" not in reply.body
+    assert served.tokens(PROMPT) == served.greedy(PROMPT)
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leave() -> None:
+        monkeypatch.setattr(served.service.engine._batch.scheduler, "block_new_requests", True)
+        left = asyncio.Event()
+        asked = asyncio.ensure_future(
+            call(served.service.app(), "/v1/completions", {"prompt": PROMPT, **ENDLESS}, leave=left)
+        )
+        while not served.service.engine.waiting:
+            await asyncio.sleep(0.001)
+        left.set()
+        assert (await asked).status == 499
+        await until_idle(served)
+
+    asyncio.run(leave())
+
+
+def test_more_than_may_wait_are_told_to_come_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = served.service.engine._batch.scheduler
+
+    async def crowd() -> None:
+        app = served.service.app()
+        monkeypatch.setattr(scheduler, "block_new_requests", True)
+        waiting = [
+            asyncio.ensure_future(call(app, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2}))
+            for _ in range(WAITING)
+        ]
+        while served.service.engine.waiting < WAITING:
+            await asyncio.sleep(0.001)
+        reply = await call(app, "/v1/completions", {"prompt": PROMPT})
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        assert reply.error["type"] == "rate_limit_error"
+        scheduler.block_new_requests = False
+        served.service.engine._wake.set()
+        assert [one.status for one in await asyncio.gather(*waiting)] == [200] * WAITING
+
+    asyncio.run(crowd())
+
+
+def test_requests_that_the_cache_cannot_hold_take_turns(served: Served) -> None:
+    bodies = [{"prompt": one + [5] * 200, "max_tokens": 80, "ignore_eos": True} for one in prompts()]
+    bodies += [{**body, "temperature": 1.0, "seed": 1, "presence_penalty": 1.0} for body in bodies[:2]]
+    alone = [served.ask("/v1/completions", body).json["choices"] for body in bodies]
+    together = served.ask_all("/v1/completions", bodies[:WAITING]) + served.ask_all("/v1/completions", bodies[WAITING:])
+    assert [one.json["choices"] for one in together] == alone
+
+
+def test_a_step_that_fails_is_told_and_the_next_is_served(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.service.engine._batch.model_runner, "compute_batch", fail)
+        reply = served.ask("/v1/completions", {"prompt": PROMPT})
+        assert reply.status == 500
+        assert "no memory" in reply.error["message"]
+        reply = served.ask("/v1/completions", {"prompt": PROMPT, "stream": True})
+        assert b"no memory" in reply.body
+        assert b"[DONE]" not in reply.body
+    assert served.tokens(PROMPT) == served.greedy(PROMPT)
+
+
+# Models that cannot be served
+
+
+def test_a_model_that_batching_cannot_hold_is_refused(tmp_path: Path, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1,
+        n_group=1, topk_group=1,
+    )  # fmt: skip
+    DeepseekV2ForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="a DeepseekV2ForCausalLM cannot be batched"):
+        load(Settings(str(tmp_path), device="cpu", kv_memory=4 << 20), print)
+
+
+def test_code_of_a_model_is_not_run_unless_asked(tmp_path: Path, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('the code was run')")
+    with pytest.raises(ArgumentError, match="cannot be loaded"):
+        load(Settings(str(tmp_path), device="cpu"), print)
+
+
+def test_a_model_without_text_to_continue_is_refused(tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="has a T5Config; only text models are served"):
+        load(Settings(str(tmp_path), device="cpu"), print)

@@ -232,7 +232,9 @@ def serve(
         str | None, typer.Option(help="Key that clients must send. Default: FASTATTENTION_API_KEY, or none.")
     ] = None,
     max_request_bytes: Annotated[str, typer.Option(help="Size of a request at most, e.g. 16MiB.")] = "4MiB",
-    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that may wait to begin; more get 429.")] = 256,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Answers that may wait to begin; more get 429.")
+    ] = 256,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="RUN PYTHON CODE that comes with MODEL: it can do all you can.")
     ] = False,

@@ -87,7 +87,7 @@ def load_folder(folder: Path, attention: AttnImplementation, dtype: ModelDtype, 
     Raises ArgumentError for a folder without a model or a way to make tokens, and for a device that is not there.
     """
     check_model_folder(folder)
-    _check_device(device)
+    check_device(device)
     if attention is AttnImplementation.FAST_ATTENTION:
         from fastattention.integrations.transformers import register
 
@@ -107,7 +107,7 @@ def load_folder(folder: Path, attention: AttnImplementation, dtype: ModelDtype, 
     return LoadedModel(model, codec)
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     """Checks a device by copying a value there and back: torch accepts names of devices that it cannot use."""
     try:
         torch.zeros(1, device=device, dtype=torch.float32).tolist()

@@ -39,13 +39,17 @@ def serve(
         raise UnsupportedError(
             f"the server's packages are not installed ({', '.join(missing)}): pip install 'fastattention[serve]'"
         )
-    if api_key == "":
-        raise ArgumentError("--api-key must not be empty; leave it out to serve everyone")
+    for option, text in (("--name", name), ("--api-key", api_key)):
+        if text is not None and not (text and text.isprintable()):
+            raise ArgumentError(f"{option} must be characters that can be printed, at least one; got {text!r}")
     _check_model(model)
 
+    from fastattention.cli.model_folder import check_device
     from fastattention.integrations.transformers.serving import server
     from fastattention.integrations.transformers.serving.app import Limits
 
+    if device is not None:
+        check_device(device)
     announce, warn = (functools.partial(one.print, markup=False, soft_wrap=True) for one in (OUTPUT, MESSAGES))
     limits = Limits(api_key or environment.api_key(), request_bytes, max_waiting)
     settings = server.Settings(

@@ -108,8 +108,7 @@ OURS: dict[str, tuple[Options, dict[str, Tensor]]] = {
 @pytest.mark.parametrize("name", EXPRESSIBLE | OURS)
 def test_torch_is_asked_exactly_when_it_can_express_the_call(name: str) -> None:
     options, tensors = (EXPRESSIBLE | OURS)[name]
-    attention = fused.F.scaled_dot_product_attention
-    with mock.patch.object(fused.F, "scaled_dot_product_attention", side_effect=attention) as torch_attention:
+    with mock.patch.object(fused, "torch_attention", side_effect=fused.torch_attention) as torch_attention:
         serve(*prepare_dense(*qkv(), options, **tensors))
     assert torch_attention.called == (name in EXPRESSIBLE)
 

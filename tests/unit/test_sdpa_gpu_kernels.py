@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.backends.sdpa import gpu_kernels
+from fastattention.backends.sdpa import fused, gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
 from unit.samples import problem_of
 
@@ -177,13 +176,13 @@ def test_heads_share_keys_where_these_kernels_are(monkeypatch: pytest.MonkeyPatc
 def test_groups_are_left_to_kernels_that_know_of_them(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "share_keys", lambda problem: share)
     seen = []
-    given = functional.scaled_dot_product_attention
+    given = fused.torch_attention
 
     def spy(q: Tensor, *others: Tensor, **arguments: Any) -> Tensor:
         seen.append((q.shape[1], arguments.get("enable_gqa", False)))
         return given(q, *others, **arguments)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(fused, "torch_attention", spy)
     q, k, v = torch.randn(2, 1, 8, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
     problem, inputs = prepare_dense(q, k, v, Options(causal=True))
     out = SdpaBackend().forward(problem, inputs).out

@@ -46,7 +46,7 @@ class Request(NamedTuple):
     attention_mask: Tensor | None
 
     def make(self, **kwargs: Any) -> SequenceMask | Tensor:
-        return fast_attention_mask(**self._asdict(), **{"allow_is_bidirectional_skip": True, **kwargs})
+        return fast_attention_mask(**{**self._asdict(), "allow_is_bidirectional_skip": True, **kwargs})
 
     def matrix(self) -> Tensor:
         """bool (batch_size, 1, q_length, kv_length), True is seen: by Transformers."""
@@ -99,11 +99,13 @@ def _real_queries(request: Request) -> Tensor:
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(requests(), st.booleans())
-def test_attention_under_a_mask_is_that_under_its_matrix(request: Request, grad: bool) -> None:
+@given(requests(), st.booleans(), st.booleans())
+def test_attention_under_a_mask_is_that_under_its_matrix(request: Request, grad: bool, counts: bool) -> None:
+    """counts: whether the offset is a tensor, by which a static cache counts its tokens."""
     matrix = request.matrix()
     with torch.set_grad_enabled(grad):
-        mask = request.make()
+        offset = torch.tensor(request.q_offset) if counts else request.q_offset
+        mask = request.make(q_offset=offset)
         q, k, v = _tensors(request, requires_grad=grad)
         expected = attend_dense(q, k, v, combine(matrix, None, q.dtype), SCORES)
         if isinstance(mask, Tensor):

@@ -174,8 +174,11 @@ class _Call(NamedTuple):
         windowed = -1 not in common[2]
         first, end, contiguous = _runs(used)
         # Gathering tokens keeps their order, but not distances across padding between them.
-        if not contiguous and (windowed or self.is_static_step):
+        if windowed and not contiguous:
             return self.as_tensor()
+        if self.is_static_step and not contiguous:
+            free = F.pad(used, (0, self.shape[3] - num_keys))
+            return CachedMask(*common, constant(used.sum(dim=1, dtype=torch.int32)), None, False, _used_first(free))
         reaches_end = bool((end == num_keys).all())
         in_place = q_length < num_keys or not self.packs
         if contiguous and (reaches_end or not positional) and in_place and not torch.is_grad_enabled():
@@ -195,6 +198,11 @@ class _Call(NamedTuple):
         """The fields of every SequenceMask. The window is -1 on sides where it reaches past all num_keys keys."""
         left, right = (-1 if side >= num_keys - 1 else side for side in self.pattern.window)
         return self.shape, self.pattern.causal, (left, right), self.as_tensor
+
+
+def _used_first(used: Tensor) -> Tensor:
+    """Indices of the tokens of each sequence, int64 (batch_size, tokens): those in use in order, then the others."""
+    return used.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
 
 
 def _runs(used: Tensor) -> tuple[Tensor, Tensor, bool]:

@@ -139,10 +139,13 @@ class CachedMask(SequenceMask):
     cache_seqlens: Tensor  # int32 (batch_size,)
     cache_leftpad: Tensor | None  # int32 (batch_size,)
     reaches_end: bool  # whether every sequence uses the last key
+    order: Tensor | None = None  # int64 (batch_size, seqlen_k): keys are copied in this order first
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scores: Scores) -> Tensor:
         if bias is not None or scores.dropout_p:
             return self._attend_as_tensor(q, k, v, bias, scores)
+        if self.order is not None:
+            k, v = (x.take_along_dim(self.order[:, :, None, None], dim=1) for x in (k, v))
         out: Tensor = scores.functions.kvcache(
             q, k, v, cache_seqlens=self.cache_seqlens, cache_leftpad=self.cache_leftpad,
             softmax_scale=scores.softmax_scale, causal=self.causal, window_size=self.window, softcap=scores.softcap,

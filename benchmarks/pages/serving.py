@@ -30,6 +30,11 @@ SOAK = """\
 parameters: {ends}. None was lost, none got another answer than it should. Resident memory was {first} at most in the
 first minute, {peak} at most afterwards."""
 
+LOAD = """\
+Random weights, prompts of 1 to {longest} tokens, {new} new tokens each, {dtype}. Each client asks for the next answer
+as soon as it has the last. Beside it, Transformers' `generate_batch` with as many requests at a time, in turns with the
+server: what the same batch gives without HTTP. Rates are new tokens a second, medians of rounds."""
+
 GRAPHS = {
     "true": ", CUDA graphs of all steps",
     "[false, true]": ", CUDA graphs of steps without prompts (default)",
@@ -44,6 +49,8 @@ def build() -> str:
     for name, title in (("serving_cpu", "CPU: 100M parameters"), ("serving_gpu", "GPU: the shape of LLaMA-3-8B")):
         result = Result.load(name)
         blocks += result.sourced(f"## {title}", *batching(result.data))
+    result = Result.load("serving_load_gpu")
+    blocks += result.sourced("## The server: 1B parameters on a GPU", *load(result.data))
     result = Result.load("serving_soak")
     blocks += ["## A server under load", soak(result.data), result.provenance(result.device)]
     return page("Serving", *blocks)
@@ -76,6 +83,17 @@ def batching(data: dict[str, Any]) -> list[str]:
         texts = {"ours": number(ours), "theirs": number(theirs), "ratio": ratio(ours / theirs)}
         blocks.append(VLLM.format_map({**texts, "version": data["vllm"]["version"], "plugin": PLUGIN}))
     return blocks
+
+
+def load(data: dict[str, Any]) -> list[str]:
+    """Tokens a second of the server by the number of clients, beside those of a batch."""
+    rows = []
+    for one in data["records"]:
+        tokens = one["requests"] * data["new_tokens"]
+        server, batch = (tokens / median(one["seconds"][name]) for name in ("server", "batch"))
+        rows.append([str(one["clients"]), number(server), number(batch), ratio(server / batch)])
+    what = LOAD.format(longest=data["longest"], new=data["new_tokens"], dtype=data["dtype"].removeprefix("torch."))
+    return [what, table(["clients", "server", "`generate_batch`", "server / batch"], rows)]
 
 
 def _rate(data: dict[str, Any], one: dict[str, Any]) -> float:

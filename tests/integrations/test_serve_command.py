@@ -192,7 +192,7 @@ def test_memory_for_less_than_two_blocks_is_refused(folder: Path) -> None:
         (["no/such/model/here"], "neither a folder nor a name on the hub"),
         (["{folder}", "--kv-memory=much"], "--kv-memory='much' is no size"),
         (["{folder}", "--max-request-bytes=much"], "--max-request-bytes='much' is no size"),
-        (["{folder}", "--api-key="], "--api-key must not be empty"),
+        (["{folder}", "--api-key="], "--api-key must be characters that can be printed, at least one"),
         (["{folder}", "--continuous-batching"], "No such option"),
         (["{folder}", "--device=nothing"], "nothing"),
     ],

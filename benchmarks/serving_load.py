@@ -9,16 +9,10 @@ the last. In turns, Transformers' `generate_batch` answers the same prompts in t
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import http.client
 import itertools
 import json
-import re
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +21,7 @@ import torch
 import typer
 from harness import RESULTS, publish
 from pages import serving as page
+from serving_soak import post, running_server
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from word_model import save_word_model
 
@@ -57,7 +52,8 @@ def main(device: str = "cpu", rounds: int = 3, output: Path = RESULTS) -> None:
         )
         model.to(device)
         batching.enable()
-        with running_server(folder, device) as port:
+        options = (f"--device={device}", f"--dtype={str(DTYPES[device]).removeprefix('torch.')}", "--kv-memory=2GiB")
+        with running_server(folder, *options) as (_, port):
             turns = {}
             for clients in CLIENTS[device]:
                 prompts = draw_prompts(clients)
@@ -84,21 +80,6 @@ def draw_prompts(clients: int) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-@contextlib.contextmanager
-def running_server(folder: str, device: str) -> Iterator[int]:
-    """The port of a server."""
-    options = [f"--device={device}", f"--dtype={str(DTYPES[device]).removeprefix('torch.')}", "--kv-memory=2GiB"]
-    command = [sys.executable, "-m", "fastattention", "serve", folder, "--port=0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://127.0.0.1:(\d+)/v1", process.stdout.readline())
-            assert found, "the server did not start"
-            yield int(found[1])
-        finally:
-            process.terminate()
-
-
 def by_server(port: int, prompts: list[list[int]], clients: int) -> float:
     """Seconds until every prompt is answered."""
 
@@ -109,10 +90,9 @@ def by_server(port: int, prompts: list[list[int]], clients: int) -> float:
             "ignore_eos": True,
             "temperature": 0,
         }
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-            answer: Any = json.loads(connection.getresponse().read())
-        return int(answer["usage"]["completion_tokens"])
+        status, text = post(port, body)
+        assert status == 200, text
+        return int(json.loads(text)["usage"]["completion_tokens"])
 
     start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(clients) as pool:

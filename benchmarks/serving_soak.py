@@ -46,7 +46,7 @@ def main(requests: int = 2000, clients: int = 16, output: Path = RESULTS) -> Non
             Path(folder), VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6,
             num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=2048,
         )  # fmt: skip
-        with running_server(folder) as (process, port), watched(process.pid) as memory:
+        with running_server(folder, "--kv-memory=64MiB") as (process, port), watched(process.pid) as memory:
             start = time.monotonic()
             with concurrent.futures.ThreadPoolExecutor(clients) as pool:
                 ends = collections.Counter(pool.map(lambda number: ask(port, number), range(requests)))
@@ -67,9 +67,9 @@ def main(requests: int = 2000, clients: int = 16, output: Path = RESULTS) -> Non
 
 
 @contextlib.contextmanager
-def running_server(folder: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def running_server(folder: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The command and its port."""
-    command = [sys.executable, "-m", "fastattention", "serve", folder, "--port=0", "--kv-memory=64MiB"]
+    command = [sys.executable, "-m", "fastattention", "serve", folder, "--port=0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -47,11 +47,10 @@ def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | 
     outs, lses = _listed("outs", outs), _listed("lses", lses)
     try:
         first = _check_parts(outs, lses)
-        if not runs_eagerly(*outs, *lses):
-            if not torch.compiler.is_compiling():
-                check_kinds(_named(outs, lses))
-            return merge_parts(outs, lses)
-        if transform_level() is not None:  # torch.func follows operations of torch
+        eager = runs_eagerly(*outs, *lses)
+        if not eager and not torch.compiler.is_compiling():
+            check_kinds(_named(outs, lses))
+        if not eager or transform_level() is not None:  # tracers and torch.func follow operations of torch
             return merge_parts(outs, lses)
         pointers(*outs, *lses)  # raises where a tensor has no memory, which torch.stack does not check
         problem = MergeProblem(*first, needs_grad(*outs, *lses))

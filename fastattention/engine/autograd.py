@@ -65,15 +65,20 @@ def gradients_by_torch(operator: AnyOperator, problem: Any, inputs: Any, grads: 
     return {name: grad.contiguous() for name, grad in zip(problem.grads, found, strict=True)}
 
 
-def _gradients_of(results: Sequence[Tensor | None], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-    """Gradients of leaves, zeros for unused ones, from the graph that leads to results, which is kept."""
+def _gradients_of(
+    results: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    retain_graph: bool = False,
+) -> Any:
+    """Gradients of leaves, zeros for unused ones, from the graph that leads to results."""
     given = zip(results, grads, strict=False)
     pairs = [(x, grad) for x, grad in given if x is not None and x.requires_grad and grad is not None]
     return torch.autograd.grad(
         [x for x, _ in pairs],
         leaves,
         [grad for _, grad in pairs],
-        retain_graph=True,
+        retain_graph=retain_graph,
         allow_unused=True,
         materialize_grads=True,
     )
@@ -140,7 +145,9 @@ class WithoutAutocast(Function):
         found: Mapping[int, Tensor] = {}
         if any(grad is not None for grad in grads):
             with torch.autocast(ctx.device_type, enabled=False):
-                found = dict(zip(ctx.leaves, _gradients_of(ctx.results, list(ctx.leaves.values()), grads), strict=True))
+                # A caller's retain_graph is not known here, so the graph lives as long as this node.
+                values = _gradients_of(ctx.results, list(ctx.leaves.values()), grads, retain_graph=True)
+            found = dict(zip(ctx.leaves, values, strict=True))
         return None, None, None, *(found.get(index) for index in range(len(ctx.needs_input_grad) - 3))
 
 

@@ -51,15 +51,13 @@ def scaled_dot_product_attention(
     nested tensors, and arguments that do not fit.
     """
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if has_torch_function(tensors) or not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
-        return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    plain = not has_torch_function(tensors) and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    if plain and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) if x.dtype is torch.float32 else x for x in (query, key, value))
         if attn_mask is not None and attn_mask.dtype is torch.float32:
             attn_mask = attn_mask.to(dtype)
-    served = _are_served(query, key, value, enable_gqa) and 0.0 <= dropout_p < 1.0
+    served = plain and _are_served(query, key, value, enable_gqa) and 0.0 <= dropout_p < 1.0
     if not served or not (attn_mask is None or (not is_causal and _is_mask(attn_mask, query, key, value))):
         return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 

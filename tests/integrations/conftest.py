@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,3 +23,15 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights with a tokenizer of words t3, t4, ..., for the tests of the server."""
+    from word_model import save_word_model
+
+    from integrations.serving_models import SHAPE, VOCABULARY
+
+    path = tmp_path_factory.mktemp("model")
+    save_word_model(path, VOCABULARY, **SHAPE)
+    return path

@@ -12,20 +12,12 @@ import httpx2
 import openai
 import pytest
 import torch
-from word_model import save_word_model, words
+from word_model import words
 
 from fastattention.integrations.transformers.serving.app import Limits, _Guard
-from integrations.serving_models import KEY, POSITIONS, SHAPE, VOCABULARY, Served, prompts, save_byte_model, serve
+from integrations.serving_models import KEY, POSITIONS, VOCABULARY, Served, prompts, save_byte_model, serve
 
 PROMPT = prompts()[4]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights with a tokenizer of words t3, t4, ..."""
-    path = tmp_path_factory.mktemp("model")
-    save_word_model(path, VOCABULARY, **SHAPE)
-    return path
 
 
 @pytest.fixture(scope="module")

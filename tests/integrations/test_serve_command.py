@@ -23,22 +23,14 @@ import pytest
 import uvicorn
 from tiers import slow
 from typer.testing import CliRunner
-from word_model import save_word_model
 
 from fastattention.cli.main import app
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers.serving import server as serving
 from fastattention.integrations.transformers.serving.app import Limits
-from integrations.serving_models import SHAPE, VOCABULARY, Served, serve
+from integrations.serving_models import Served, serve
 
 ENDLESS = {"prompt": "t3 t4", "max_tokens": 500, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_word_model(path, VOCABULARY, **SHAPE)
-    return path
 
 
 @pytest.fixture

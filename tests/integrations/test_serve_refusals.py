@@ -13,23 +13,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer, DeepseekV2Config, DeepseekV2ForCausalLM, T5Config
-from word_model import save_word_model, words
+from word_model import words
 
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers.serving.app import Limits, _Guard
 from fastattention.integrations.transformers.serving.server import Settings, load
 from integrations.asgi import Reply, call
-from integrations.serving_models import KEY, POSITIONS, SHAPE, VOCABULARY, Served, prompts, serve
+from integrations.serving_models import KEY, POSITIONS, VOCABULARY, Served, prompts, serve
 
 PROMPT = prompts()[4]
 WAITING, REQUEST_BYTES = 8, 100_000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_word_model(path, VOCABULARY, **SHAPE)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ A block mask is bool (batch_size or 1, nheads or 1, rows, columns), True where a
 last row and the last column may be narrower. The diagonal is aligned to the bottom right, as that of causal masks: key
 i + seqlen_k - seqlen_q is on the diagonal of query i.
 
-A mask keeps whole blocks. Give `causal=True` or `window_size` to the call as well, to hide keys within kept blocks.
+A mask keeps whole blocks. Give `causal=True` or `window_size` to the call as well, to hide keys within kept blocks, or
+make a mask of single pairs by `from_pairs`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.attention.mask_tiles import PairMask, tiles_of
+from fastattention.attention.problem import BLOCK_STEP
 from fastattention.attention.validation.block_masks import DEFAULT_BLOCK_SIZE, BlockSize, read_block_size
 from fastattention.attention.validation.common import check_options, read_options
 from fastattention.engine.checks import (
@@ -32,7 +36,7 @@ from fastattention.engine.checks import (
 )
 from fastattention.errors import ArgumentError
 
-__all__ = ["density", "recall", "streaming", "strided", "top_p_blocks"]
+__all__ = ["PairMask", "density", "from_pairs", "recall", "streaming", "strided", "top_p_blocks"]
 
 PerHead = int | Sequence[int] | Tensor
 
@@ -153,6 +157,30 @@ def top_p_blocks(
     before[..., :1] = 0.0
     kept = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, order, ~(before >= p))  # NaN keeps
     return (kept | blocks.local(1) | (blocks.first_key == 0)) & visible
+
+
+def from_pairs(pairs: Tensor, *, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> PairMask:
+    """Any mask, for `block_mask` of dense calls: kernels skip hidden blocks, and read bits where a tile is mixed.
+
+    - `pairs`: bool (batch_size or 1, nheads or 1, seqlen_q, seqlen_k), True where a query sees a key, on the device of
+        the call. Documents, prefixes and padding are such masks.
+    - `block_size`: as in `streaming`.
+
+    One mask serves all layers. It takes 512 bytes for each 64 x 64 pairs that are neither all visible nor all hidden.
+    Making it reads `pairs` once and takes about 10 bytes a pair of scratch memory; on a GPU it synchronizes. Raises
+    ArgumentError for another dtype or number of axes.
+    """
+    given = spec_of("pairs", pairs)
+    check_rank("pairs", given, "batch_size or 1, nheads or 1, seqlen_q, seqlen_k")
+    if given.dtype is not torch.bool:
+        raise ArgumentError(f"pairs must be bool, True where a query sees a key, got {given.dtype}")
+    block_m, block_n = read_block_size(block_size)
+    shown, index, bits = tiles_of(pairs)
+    rows, columns = block_m // BLOCK_STEP, block_n // BLOCK_STEP
+    shown = F.pad(shown, (0, -shown.shape[3] % columns, 0, -shown.shape[2] % rows))
+    size = shown.shape[2] // rows, rows, shown.shape[3] // columns, columns
+    kept = shown.view(*shown.shape[:2], *size).any(dim=5).any(dim=3)
+    return PairMask(kept, index, bits, (block_m, block_n), (pairs.shape[2], pairs.shape[3]))
 
 
 def recall(

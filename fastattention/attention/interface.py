@@ -37,9 +37,9 @@ Shared arguments beyond flash-attn's, keyword-only:
 - `block_mask`: bool (batch_size or 1, nheads or 1, seqlen_q / block_m, seqlen_k / block_n), rounded up: True where a
     block of scores is kept. Exact: scores outside kept blocks are hidden, and kernels skip them. It joins the other
     masks. Blocks are counted from query 0 and key 0; of varlen calls each sequence has its own, and the last two sizes
-    are those of the longest. A row whose blocks are all hidden gives out 0 and lse -inf. A dense call also takes a
-    `BlockMask` of torch.nn.attention.flex_attention whose mask_mod is a causal mask or a window. `fastattention.sparse`
-    makes masks. Caches take none.
+    are those of the longest. A row whose blocks are all hidden gives out 0 and lse -inf. A dense call also takes a mask
+    of single pairs (`sparse.from_pairs`), and a `BlockMask` of torch.nn.attention.flex_attention.
+    `fastattention.sparse` makes masks. Caches take none.
 - `block_size`: (block_m, block_n) in tokens, or one number for both; multiples of 64. Default 128.
 - `qk_dtype`: "int8" multiplies queries and keys as 8-bit integers: approximate, and faster for long prompts. Few
     queries are slower, since all keys become int8 first (docs/benchmarks/int8-products.md has times). No other argument
@@ -76,10 +76,11 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.function import attention_function
+from fastattention.attention.mask_tiles import PairMask
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
 from fastattention.attention.validation import KvCacheArguments
-from fastattention.attention.validation.block_masks import BlockSize, read_block_mask
+from fastattention.attention.validation.block_masks import BlockSize, BlockTensors, read_block_mask
 from fastattention.attention.validation.common import read_options
 from fastattention.engine.checks import read_flag, read_int, require_tensor, require_tensors
 from fastattention.engine.explain import Explanation
@@ -109,7 +110,7 @@ def fast_attn_func(
     *,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
-    block_mask: Tensor | BlockMask | None = None,
+    block_mask: Tensor | PairMask | BlockMask | None = None,
     block_size: BlockSize = None,
     qk_dtype: str | None = None,
     return_lse: bool = False,
@@ -135,11 +136,11 @@ def fast_attn_func(
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
     )
-    blocks: Tensor | None = None
+    blocks = BlockTensors()
     if block_mask is not None or block_size is not None:
         blocks, options = read_block_mask(block_mask, block_size, q, k, options)
     seed = _dropout_seed(q) if options.dropout_p else None
-    given = Inputs(q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, blocks)
+    given = Inputs(q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, *blocks)
     results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
     return ATTENTION, given, options, backend, results
 
@@ -254,7 +255,7 @@ def fast_attn_varlen_func(
         max_seqlen_k=_read_longest("max_seqlen_k", max_seqlen_k),
     )
     if block_mask is not None or block_size is not None:
-        block_mask, options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
+        (block_mask, *_), options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
     seed = _dropout_seed(q) if options.dropout_p else None
     given = Inputs(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed, block_mask

@@ -71,7 +71,7 @@ class Attention(_AttentionOperator[Inputs]):
     unnamed = ("dropout_seed",)
     gradients = OutputGradients
     batched: ClassVar[Mapping[str, int]] = {
-        "q": 4, "k": 4, "v": 4, "alibi_slopes": 2, "attn_bias": 4, "block_mask": 4,
+        "q": 4, "k": 4, "v": 4, "alibi_slopes": 2, "attn_bias": 4, "block_mask": 4, "tile_index": 4,
     }  # fmt: skip
 
     def prepare(self, given: Inputs, options: Options) -> tuple[Problem, Inputs]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # the largest head dimensions of keys and of values
 BLOCK_STEP = 64  # block sizes of a block mask are multiples of it, so that tiles of kernels and blocks nest
+PAIR_MASK = "masks of single pairs"  # stands for Problem.hides_pairs among the arguments of a call
 
 
 class Layout(enum.Enum):
@@ -53,6 +54,7 @@ class Problem:
     softcap: float = 0.0  # 0 is off
     score_tensors: tuple[str, ...] = ()  # of alibi_slopes, attn_bias and sinks, those that are given
     block_size: tuple[int, int] | None = None  # (block_m, block_n) of the block mask in tokens; None without one
+    hides_pairs: bool = False  # kept blocks of the block mask hide single pairs: Inputs.tile_index and tile_bits
     dropout_p: float = 0.0
     deterministic: bool = False
     qk_dtype: torch.dtype | None = None  # int8 when q @ k^T multiplies int8 values; None when it multiplies `dtype`
@@ -83,7 +85,7 @@ class Problem:
     @functools.cached_property
     def score_arguments(self) -> tuple[str, ...]:
         """Arguments of the call, by name, that change scores or weights beyond scale and mask."""
-        others = ("block_mask", self.block_size), ("qk_dtype", self.qk_dtype)
+        others = ("block_mask", self.block_size), (PAIR_MASK, self.hides_pairs), ("qk_dtype", self.qk_dtype)
         numbers = ("dropout_p", self.dropout_p), ("softcap", self.softcap)
         return (*self.score_tensors, *(name for name, value in (*others, *numbers) if value))
 
@@ -145,6 +147,12 @@ class Problem:
         return (self.batch_size, self.nheads, -(-self.seqlen_q // block_m), -(-self.seqlen_k // block_n))
 
     @property
+    def tiles_shape(self) -> tuple[int, int, int, int]:
+        """Shape of tile_index: (batch_size, nheads, rows of tiles, columns of tiles)."""
+        rows, columns = -(-self.seqlen_q // BLOCK_STEP), -(-self.seqlen_k // BLOCK_STEP)
+        return (self.batch_size, self.nheads, rows, columns)
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         """(nheads, total_q) when varlen, else (batch_size, nheads, seqlen_q)."""
         if self.layout is Layout.VARLEN:
@@ -166,6 +174,9 @@ class Inputs(NamedTuple):
     sinks: Tensor | None = None  # float32 (nheads,)
     dropout_seed: Tensor | None = None  # int64 scalar: the seed of dropout (backends/common/dropout.py)
     block_mask: Tensor | None = None  # bool, expanded: Problem.blocks_shape, any strides; True where a block is kept
+    # Pairs that kept blocks hide, by tiles of 64 queries and 64 keys (mask_tiles.py).
+    tile_index: Tensor | None = None  # int32, expanded: Problem.tiles_shape, any strides; -1 where a tile hides nothing
+    tile_bits: Tensor | None = None  # int64 (tiles, 64), contiguous
     # The fields below belong to calls with a cache, or are made by backends.
     cache_seqlens: Tensor | None = None  # int32 (batch_size,), tokens in the cache before this call appends
     cache_batch_idx: Tensor | None = None  # int32 (batch_size,)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.mask_tiles import visible_pairs
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.errors import ArgumentError
 from fastattention.quantized import dequantize, quantize, quantize_keys
@@ -47,7 +48,7 @@ class _Sequence(NamedTuple):
     alibi_slopes: Tensor | None  # (nheads,)
     bias: Tensor | None  # (nheads, seqlen_q, seqlen_k)
     keep: Tensor | None  # bool (nheads, seqlen_q, seqlen_k), False where dropout strikes
-    blocks: Tensor | None  # bool (nheads, rows, columns), the block mask, which may extend past the sequence
+    kept: Tensor | None  # bool (nheads, seqlen_q, seqlen_k): pairs that the block mask leaves visible
 
 
 def reference_attention(
@@ -164,8 +165,8 @@ def _sequence(problem: Problem, inputs: Inputs, index: int, dropout_keep: Tensor
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[index]
     keep = None if dropout_keep is None else dropout_keep[index, :, : len(q), : len(k)]
-    blocks = None if inputs.block_mask is None else inputs.block_mask[index]
-    return _Sequence(q, k, v, slopes, bias, keep, blocks)
+    kept = None if inputs.block_mask is None else _kept_keys(problem, inputs, index, len(q), len(k))
+    return _Sequence(q, k, v, slopes, bias, keep, kept)
 
 
 def _varlen_tokens(cu_seqlens: Tensor | None, index: int) -> slice:
@@ -243,8 +244,8 @@ def _attend(
     if sequence.bias is not None:
         scores = scores + sequence.bias.to(precision.softmax)
     scores = scores.masked_fill(_hidden_keys(problem, distance), -torch.inf)
-    if sequence.blocks is not None:
-        scores = scores.masked_fill(~_kept_keys(problem, sequence.blocks, seqlen_q, seqlen_k), -torch.inf)
+    if sequence.kept is not None:
+        scores = scores.masked_fill(~sequence.kept, -torch.inf)
 
     weights, lse = _softmax(scores, sinks)
     kept = weights
@@ -281,12 +282,17 @@ def _hidden_keys(problem: Problem, distance: Tensor) -> Tensor:
     return hidden
 
 
-def _kept_keys(problem: Problem, blocks: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The block mask, token by token: bool (nheads, seqlen_q, seqlen_k)."""
+def _kept_keys(problem: Problem, inputs: Inputs, index: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The block mask of a sequence, token by token: bool (nheads, seqlen_q, seqlen_k)."""
     assert problem.block_size is not None
     block_m, block_n = problem.block_size
-    by_query = blocks.repeat_interleave(block_m, dim=1)[:, :seqlen_q]
-    return by_query.repeat_interleave(block_n, dim=2)[:, :, :seqlen_k]
+    by_query = _given(inputs.block_mask)[index].repeat_interleave(block_m, dim=1)[:, :seqlen_q]
+    kept = by_query.repeat_interleave(block_n, dim=2)[:, :, :seqlen_k]
+    if inputs.tile_index is not None:
+        rows, keys = (torch.arange(n, device=kept.device) for n in (seqlen_q, seqlen_k))
+        tiles = inputs.tile_index[index : index + 1]
+        kept = kept & visible_pairs(tiles, _given(inputs.tile_bits), rows, keys)[0]
+    return kept
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

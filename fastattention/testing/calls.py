@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.attention.mask_tiles import PairMask
 from fastattention.attention.problem import Inputs, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.quantized import quantize
+from fastattention.sparse import from_pairs
 from fastattention.testing.caches import Cache, Pages, Rows
 from fastattention.testing.case import Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
 from fastattention.testing.memory import nothing, place
@@ -56,6 +58,9 @@ class Call:
             qk_dtype=rest.pop("qk_dtype", None), dropout_p=rest.pop("dropout_p", 0.0), return_lse=True,
             rotary_interleaved=rest.pop("rotary_interleaved", True), num_splits=rest.pop("num_splits", 0),
         )  # fmt: skip
+        if isinstance(mask := rest.get("block_mask"), PairMask):
+            rest |= {"block_mask": mask.kept, "tile_index": mask.tile_index, "tile_bits": mask.tile_bits}
+            options = options._replace(block_m=mask.block_size[0], block_n=mask.block_size[1])
         if self.function is fast_attn_func:
             return prepare_dense(options=options, **rest)
         if self.function is fast_attn_varlen_func:
@@ -97,7 +102,7 @@ class _Builder:
         self.case = case
         self.dtype = dtype
         words = repr(case)
-        for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0", ", dropout_p=0.0"):
+        for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0", ", dropout_p=0.0", ", pairs=1.0"):
             words = words.replace(newer, "")  # cases that are older than this field keep their values
         self.generator = torch.Generator("cpu").manual_seed(zlib.crc32(words.encode()))
         self.buffers: dict[str, Tensor] = {}
@@ -266,9 +271,23 @@ class _Builder:
         sizes = {"b": batch_size, "h": self.case.nheads, "1": 1}
         outer = [sizes[axis] for axis in blocks.axes]
         mask = self._uniform(*outer, rows, columns) < blocks.density
+        if blocks.pairs < 1.0:
+            block_m, block_n = blocks.size
+            kept = mask.repeat_interleave(block_m, 2)[:, :, :seqlen_q].repeat_interleave(block_n, 3)[..., :seqlen_k]
+            return {"block_mask": from_pairs(kept & self._pairs(*kept.shape), block_size=blocks.size)}
         if blocks.strided:
             mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
         return {"block_mask": self._kept("block_mask", mask), "block_size": blocks.size}
+
+    def _pairs(self, *shape: int) -> Tensor:
+        """Visible pairs: some tiles of 64 x 64 are whole, others show nothing, and the rest is drawn pair by pair."""
+        assert self.case.blocks is not None
+        rows, columns = (-(-size // 64) for size in shape[2:])
+        whole, hidden = (
+            drawn.repeat_interleave(64, 2)[:, :, : shape[2]].repeat_interleave(64, 3)[..., : shape[3]]
+            for drawn in (self._uniform(*shape[:2], rows, columns) < share for share in (0.2, 0.2))
+        )
+        return (whole | (self._uniform(*shape) < self.case.blocks.pairs)) & ~hidden
 
     def _bias(self, sizes: dict[str, int], used: Tensor) -> Tensor | None:
         """attn_bias with NaN for keys that no sequence has. used: bool, in the full shape; sizes: of every axis."""

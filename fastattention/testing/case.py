@@ -56,6 +56,7 @@ class Blocks:
     size: tuple[int, int] = (64, 64)
     density: float = 0.5  # share of blocks that are kept, drawn at random; 0 keeps none, 1 all
     strided: bool = False  # stored with its last two axes swapped
+    pairs: float = 1.0  # share of the pairs in kept blocks that are visible; below 1 the call has a PairMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ class Case:
             "bias_stored": bias and (bias.finite, bias.dtype_of_q, bias.strided),
             "blocks": blocks and blocks.axes,
             "block_size": blocks and blocks.size,
-            "density": blocks and (0.0 < blocks.density < 1.0, blocks.strided),
+            "density": blocks and (0.0 < blocks.density < 1.0, blocks.strided, blocks.pairs < 1.0),
             "qk_dtype": self.qk_dtype,
             "key_offset": self.key_offset,
             "dropout": self.dropout_p > 0.0,

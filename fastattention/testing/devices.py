@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fastattention.testing.calls import WRITTEN, Call
 from fastattention.testing.memory import whole_memory
@@ -15,7 +16,7 @@ def moved(call: Call, device: str) -> Call:
     """The same call with its tensors on `device`. Gradients come back to those that require them."""
     memories: dict[tuple[int, torch.dtype], Tensor] = {}
     arguments = {
-        name: _moved(value, device, memories) if isinstance(value, Tensor) else value
+        name: tree_map_only(Tensor, lambda tensor: _moved(tensor, device, memories), value)
         for name, value in call.arguments.items()
     }
     return replace(call, arguments=arguments)

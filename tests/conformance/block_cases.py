@@ -32,6 +32,22 @@ BLOCKS: list[Case] = [
         for d, dv in ((16, 16), (59, 111), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (257, 300),
                       (512, 512))
     ),
+    # Kept blocks hide single pairs.
+    *(
+        DenseCase(name=f"pairs-{m}x{n}-{q}x{k}", seqlen_q=q, seqlen_k=k, nheads=4, nheads_k=2, headdim=d, headdim_v=dv,
+                  blocks=Blocks(axes, (m, n), density=0.8, pairs=0.5))
+        for axes, m, n, q, k, d, dv in (("bh", 64, 64, 300, 500, 32, 32), ("1h", 128, 128, 129, 65, 64, 64),
+                                        ("b1", 64, 192, 70, 333, 128, 96), ("11", 256, 64, 257, 130, 59, 111))
+    ),
+    DenseCase(name="pairs-causal", seqlen_q=330, seqlen_k=400, causal=True, blocks=Blocks(density=1.0, pairs=0.9)),
+    DenseCase(name="pairs-few", seqlen_q=140, seqlen_k=300, blocks=Blocks(density=1.0, pairs=0.01), sinks=True),
+    DenseCase(name="pairs-window-softcap", seqlen_q=300, seqlen_k=330, window=(150, 20), softcap=3.0,
+              blocks=Blocks(density=0.9, pairs=0.5)),
+    DenseCase(name="pairs-bias", seqlen_q=150, seqlen_k=200, blocks=Blocks(pairs=0.7), bias=Bias("bhqk")),
+    DenseCase(name="pairs-one-query", seqlen_q=1, seqlen_k=300, blocks=Blocks(density=1.0, pairs=0.5)),
+    DenseCase(name="pairs-wide", seqlen_q=70, seqlen_k=140, headdim=300, headdim_v=260, nheads=1, nheads_k=1,
+              blocks=Blocks(density=1.0, pairs=0.5)),
+    DenseCase(name="pairs-no-keys", seqlen_q=70, seqlen_k=0, blocks=Blocks(pairs=0.5)),
     DenseCase(name="blocks-causal-square", seqlen_q=513, seqlen_k=513, causal=True, blocks=Blocks(size=(128, 128))),
     DenseCase(name="blocks-causal-more-queries", seqlen_q=330, seqlen_k=140, causal=True, blocks=Blocks(density=0.7)),
     DenseCase(name="blocks-window", seqlen_q=400, seqlen_k=430, window=(150, 20), blocks=Blocks(density=0.6)),

@@ -40,6 +40,7 @@ INT8: list[Case] = [
     _Dense(name="products-scale-zero", seqlen_q=30, seqlen_k=90, softmax_scale=0.0),
     _Dense(name="products-blocks", seqlen_q=300, seqlen_k=420, nheads=4, nheads_k=2, causal=True, blocks=Blocks()),
     _Dense(name="products-blocks-tall", seqlen_q=300, seqlen_k=420, blocks=Blocks(size=(128, 128), density=0.3)),
+    _Dense(name="products-pairs", seqlen_q=200, seqlen_k=300, nheads=4, nheads_k=2, blocks=Blocks(pairs=0.6)),
     _Dense(name="products-strides", seqlen_q=70, seqlen_k=110, memory_q="sliced_heads", memory_k="every_second_token"),
     _Dense(name="products-odd-strides", seqlen_q=70, seqlen_k=110, headdim=27, memory_q="every_second_element",
            memory_k="sliced_headdim"),

@@ -21,7 +21,7 @@ LAYERS = (
     ("errors", "environment", "sizes", "files"),
     ("gpu_runtime",),
     ("engine",),
-    ("attention.problem", "linear.problem", "threads", "quantized", "host_numbers"),
+    ("attention.problem", "attention.mask_tiles", "linear.problem", "threads", "quantized", "host_numbers"),
     ("backends", "attention.backend", "attention.reference", "linear.backend", "linear.reference"),
     ("attention", "linear", "sparse", "kv_store", ""),
     ("distributed", "offload", "testing"),

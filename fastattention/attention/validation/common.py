@@ -84,8 +84,8 @@ class KvCacheArguments(NamedTuple):
         lengths = self.cache_seqlens if isinstance(self.cache_seqlens, Tensor) else None
         return Inputs(
             self.q, self.k_cache, self.v_cache, None, None, self.block_table, self.alibi_slopes, self.attn_bias,
-            self.sinks, None, None, lengths, self.cache_batch_idx, self.cache_leftpad, self.k, self.v, self.rotary_cos,
-            self.rotary_sin, self.k_scale, self.v_scale,
+            self.sinks, None, None, None, None, lengths, self.cache_batch_idx, self.cache_leftpad, self.k, self.v,
+            self.rotary_cos, self.rotary_sin, self.k_scale, self.v_scale,
         )  # fmt: skip
 
 
@@ -261,6 +261,8 @@ def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inp
             made[name] = tensor.expand(problem.bias_shape)
         elif name == "block_mask":
             made[name] = tensor.expand(problem.blocks_shape)
+        elif name == "tile_index":
+            made[name] = tensor.expand(problem.tiles_shape)
         elif name in _CONVERSIONS:
             made[name] = _CONVERSIONS[name](tensor)
     return inputs._replace(**made)
@@ -275,6 +277,7 @@ def _as_float32(tensor: Tensor) -> Tensor:
 _CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "block_table"), last_axis_contiguous),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "cache_batch_idx"), Tensor.contiguous),
+    "tile_bits": Tensor.contiguous,
     **dict.fromkeys(("cache_leftpad", "rotary_cos", "rotary_sin"), Tensor.contiguous),
     **dict.fromkeys(SCORE_TENSORS, _as_float32),  # attn_bias is expanded instead, and keeps its dtype
 }

@@ -1,11 +1,11 @@
-"""The BlockMask of torch.nn.attention.flex_attention, read as kept blocks and a window around the diagonal.
+"""The BlockMask of torch.nn.attention.flex_attention, read as kept blocks and what these hide.
 
 A BlockMask lists full blocks, which are kept whole, and partial blocks, kept where its mask_mod is True. The compiled
 kernels of flex_attention read it so; without torch.compile it applies mask_mod alone.
 
-Kernels here hide blocks, and keys outside a window. They can serve a mask if some window hides just what mask_mod hides
-in partial blocks, and nothing of full blocks. Causal masks and sliding windows are such. A mask of documents is not,
-unless blocks alone divide them.
+Some window may hide just what mask_mod hides in partial blocks, and nothing of full blocks. Causal masks and sliding
+windows are such, and kernels compute them from positions. Any other mask, such as one of documents, becomes bits of
+tiles (mask_tiles.py), which kernels read where a tile is neither whole nor hidden.
 
 Nothing is guessed from the code of mask_mod: it is evaluated for every pair of the partial blocks.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastattention.attention import mask_tiles
 from fastattention.attention.problem import BLOCK_STEP
 from fastattention.errors import ArgumentError, UnsupportedError
 
@@ -31,16 +32,16 @@ _TILE = BLOCK_STEP
 # Tiles at a time: 2^20 pairs, each of them 8 bytes in a tensor of indices.
 _CHUNK_TILES = 256
 
-_INSTEAD = "give a dense bool tensor of blocks, with causal or window_size, or call flex_attention itself"
-
 
 class FlexBlocks(NamedTuple):
-    """What a BlockMask leaves visible: the pairs of kept blocks that are inside the window."""
+    """What a BlockMask leaves visible: the pairs of kept blocks that are inside the window, and not hidden by tiles."""
 
     kept: Tensor  # bool (batch_size or 1, nheads or 1, rows, columns), on the mask's device; not to be written to
     block_size: tuple[int, int]
     window_left: int  # inclusive, around the diagonal aligned to the bottom right; -1 is unlimited
     window_right: int
+    tile_index: Tensor | None = None  # as Inputs.tile_index, not expanded; None where blocks and window say all
+    tile_bits: Tensor | None = None  # as Inputs.tile_bits
 
 
 _READ: MutableMapping[BlockMask, FlexBlocks] = WeakIdKeyDictionary()
@@ -53,20 +54,19 @@ def is_flex_mask(value: object) -> TypeGuard[BlockMask]:
 
 
 def read_flex_mask(block_mask: BlockMask, seqlen_q: int, seqlen_k: int) -> FlexBlocks:
-    """Kept blocks and window of a mask for seqlen_q queries and seqlen_k keys.
+    """What a mask for seqlen_q queries and seqlen_k keys leaves visible.
 
     It runs mask_mod and reads values from the mask's device. The result is kept for as long as the BlockMask lives,
     since one mask serves all layers. A mask is taken to be immutable: once it has been read, neither it, nor its
     mask_mod, nor a tensor that mask_mod reads may change.
 
     Raises ArgumentError for other lengths, for a BLOCK_SIZE that is no multiple of 64, and for lists of blocks that
-    cannot be. Raises UnsupportedError where no window does what mask_mod does, where mask_mod raises, and while
-    torch.compile or a dispatch mode follows.
+    cannot be. Raises UnsupportedError where mask_mod raises, and while torch.compile or a dispatch mode follows.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         raise UnsupportedError(
-            "block_mask is a BlockMask, whose mask_mod cannot be read while torch traces; read it outside and give "
-            "the dense bool tensor of its blocks, with causal or window_size"
+            "block_mask is a BlockMask, whose mask_mod cannot be read while torch traces; give "
+            "fastattention.sparse.from_pairs of the mask, or a bool tensor of its blocks with causal or window_size"
         )
     lengths = tuple(block_mask.shape[-2:])
     if lengths != (seqlen_q, seqlen_k):
@@ -93,10 +93,13 @@ def _read(mask: BlockMask, seqlen_q: int, seqlen_k: int) -> FlexBlocks:
     partial, full = partial.expand(shape), full.expand(shape)
     if bool((partial & full).any()):
         raise ArgumentError("block_mask lists a block in kv_indices and in full_kv_indices; it may be in one of them")
-    seen, visible, hidden = _evaluate(mask.mask_mod, partial, grid)
+    shown = _evaluate(mask.mask_mod, partial, grid)
     rows, columns = full.any(dim=0).any(dim=0).nonzero().unbind(dim=-1)
-    visible |= grid.diagonals(rows * block_m, columns * block_n, (block_m, block_n))
-    return FlexBlocks(seen | full, (block_m, block_n), *_window(visible, hidden, grid))
+    visible = shown.visible | grid.diagonals(rows * block_m, columns * block_n, (block_m, block_n))
+    kept, window = shown.kept | full, _window(visible, shown.hidden, grid)
+    if window is not None:
+        return FlexBlocks(kept, (block_m, block_n), *window)
+    return FlexBlocks(kept, (block_m, block_n), -1, -1, *shown.tiles)
 
 
 class _Grid(NamedTuple):
@@ -177,33 +180,66 @@ def _tiles_of_a_block(grid: _Grid) -> tuple[int, int]:
     return per_row, per_row * -(-min(grid.block_m, grid.seqlen_q) // _TILE)
 
 
-def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, grid: _Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """Which partial blocks have a visible pair; of these, which diagonals have a visible one and which a hidden one."""
+class _Shown(NamedTuple):
+    """What mask_mod shows in partial blocks."""
+
+    kept: Tensor  # bool, as the partial blocks: those with a visible pair
+    visible: Tensor  # bool (num_diagonals,): diagonals with a visible pair in kept blocks
+    hidden: Tensor  # bool (num_diagonals,): diagonals with a hidden one
+    tiles: tuple[Tensor, Tensor]  # tile_index and tile_bits
+
+
+def _evaluate(mask_mod: Callable[..., Tensor], partial: Tensor, grid: _Grid) -> _Shown:
     device = partial.device
     blocks = partial.nonzero()
     _, per_block = _tiles_of_a_block(grid)
     shows = torch.zeros(len(blocks) * per_block, dtype=torch.bool, device=device)
     visible, hidden = (torch.zeros(grid.num_diagonals, dtype=torch.bool, device=device) for _ in range(2))
     within = torch.arange(_TILE, device=device)
+    tiles = _TileBits(partial.shape[:2], grid, device)
     for begin in range(0, len(shows), _CHUNK_TILES):
         index = torch.arange(begin, min(begin + _CHUNK_TILES, len(shows)), device=device)
-        tiles = _Tiles.of(index, blocks, grid)
-        q, k = tiles.first_q[:, None, None] + within[:, None], tiles.first_k[:, None, None] + within
+        where = _Tiles.of(index, blocks, grid)
+        q, k = where.first_q[:, None, None] + within[:, None], where.first_k[:, None, None] + within
         inside = (q < grid.seqlen_q) & (k < grid.seqlen_k)
-        shown = _evaluate_tiles(mask_mod, tiles, grid) & inside
+        shown = _evaluate_tiles(mask_mod, where, grid) & inside
         shows[index] = shown.any(dim=-1).any(dim=-1)
         diagonal = k - q + grid.seqlen_q - 1
         visible[diagonal[shown]] = True
         hidden[diagonal[inside & ~shown & shows[index, None, None]]] = True
+        tiles.add(where, shown, inside)
     seen = shows.view(-1, per_block).any(dim=-1)
     # Blocks without a visible pair are dropped. In others, a tile without one hides all its diagonals.
     index = (~shows.view(-1, per_block) & seen[:, None]).flatten().nonzero().squeeze(-1)
-    tiles = _Tiles.of(index, blocks, grid)
-    inside = (tiles.first_q < grid.seqlen_q) & (tiles.first_k < grid.seqlen_k)
-    hidden |= grid.diagonals(tiles.first_q[inside], tiles.first_k[inside], (_TILE, _TILE))
+    where = _Tiles.of(index, blocks, grid)
+    inside = (where.first_q < grid.seqlen_q) & (where.first_k < grid.seqlen_k)
+    hidden |= grid.diagonals(where.first_q[inside], where.first_k[inside], (_TILE, _TILE))
     kept = torch.zeros_like(partial)
     kept[tuple(blocks[seen].unbind(dim=-1))] = True
-    return kept, visible, hidden
+    return _Shown(kept, visible, hidden, tiles.result())
+
+
+class _TileBits:
+    """Collects tile_index and tile_bits. Tiles that show nothing share the first row of tile_bits."""
+
+    def __init__(self, batch_and_heads: tuple[int, ...], grid: _Grid, device: torch.device) -> None:
+        rows, columns = (-(-seqlen // _TILE) for seqlen in (grid.seqlen_q, grid.seqlen_k))
+        self._index = torch.full((*batch_and_heads, rows, columns), -1, dtype=torch.int32, device=device)
+        self._bits = [torch.zeros(1, _TILE, dtype=torch.int64, device=device)]
+        self._count = 1
+
+    def add(self, tiles: _Tiles, shown: Tensor, inside: Tensor) -> None:
+        """Adds tiles, of which some may lie outside the score matrix. shown, inside: bool (tiles, 64, 64)."""
+        partial = (inside & ~shown).any(dim=-1).any(dim=-1)
+        mixed = partial & shown.any(dim=-1).any(dim=-1)
+        row = torch.where(mixed, self._count - 1 + mixed.cumsum(dim=0), 0)
+        at = (tiles.b, tiles.h, tiles.first_q // _TILE, tiles.first_k // _TILE)
+        self._index[tuple(axis[partial] for axis in at)] = row[partial].int()
+        self._bits.append(mask_tiles.pack(shown[mixed]))
+        self._count += len(self._bits[-1])
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        return self._index, torch.cat(self._bits)
 
 
 def _evaluate_tiles(mask_mod: Callable[..., Tensor], tiles: _Tiles, grid: _Grid) -> Tensor:
@@ -221,26 +257,24 @@ def _evaluate_tiles(mask_mod: Callable[..., Tensor], tiles: _Tiles, grid: _Grid)
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise UnsupportedError(
-            f"block_mask cannot be read: its mask_mod raised {type(error).__name__}: {text}; {_INSTEAD}"
+            f"block_mask cannot be read: its mask_mod raised {type(error).__name__}: {text}; "
+            "give fastattention.sparse.from_pairs of the mask instead"
         ) from error
     return shown[:, 0].bool()
 
 
-def _window(visible: Tensor, hidden: Tensor, grid: _Grid) -> tuple[int, int]:
-    """The window (left, right) that shows all visible diagonals and no hidden one, unlimited where it hides nothing."""
+def _window(visible: Tensor, hidden: Tensor, grid: _Grid) -> tuple[int, int] | None:
+    """The window (left, right) that shows all visible diagonals and no hidden one, unlimited where it hides nothing.
+
+    None where there is no such window, or one without the diagonal.
+    """
     shown = visible.nonzero()
     if len(shown) == 0:
         return -1, -1
     lowest, highest, causal = int(shown[0]), int(shown[-1]), grid.seqlen_k - 1
     if bool(hidden[lowest : highest + 1].any()):
-        raise UnsupportedError(
-            "block_mask cannot be served: in the blocks that it keeps, its mask_mod is not one causal mask or window "
-            f"for all queries, sequences and heads; {_INSTEAD}"
-        )
+        return None
     hides_left, hides_right = bool(hidden[:lowest].any()), bool(hidden[highest + 1 :].any())
     if (hides_left and lowest > causal) or (hides_right and highest < causal):
-        raise UnsupportedError(
-            "block_mask cannot be served: its mask_mod is a window without the diagonal, which is aligned to the "
-            f"bottom right: kv_idx = q_idx + {grid.seqlen_k - grid.seqlen_q}; {_INSTEAD}"
-        )
+        return None
     return causal - lowest if hides_left else -1, highest - causal if hides_right else -1

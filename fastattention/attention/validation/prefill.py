@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import lengths
-from fastattention.attention.validation.block_masks import check_block_mask
+from fastattention.attention.validation.block_masks import check_block_mask, check_tiles
 from fastattention.attention.validation.common import (
     Options,
     ScoreSpecs,
@@ -84,6 +84,8 @@ class _Specs(NamedTuple):
     cu_seqlens_k: TensorSpec | None
     block_table: TensorSpec | None
     block_mask: TensorSpec | None
+    tile_index: TensorSpec | None
+    tile_bits: TensorSpec | None
 
 
 def _check_varlen_shapes(s: _Specs) -> None:
@@ -145,6 +147,7 @@ def _problem(
         bias_shape, bias_axes = (nheads, total_q, seqlen_k), "nheads, total_q, max_seqlen_k"
     score_tensors = check_score_tensors(scores, q, batch_size, bias_shape, bias_axes)
     block_size = check_block_mask(s.block_mask, q, nheads, batch_size, (seqlen_q, seqlen_k), options)
+    tiles = check_tiles(s.tile_index, s.tile_bits, q, nheads, (batch_size, seqlen_q, seqlen_k), longest is not None)
     return Problem(
         layout=Layout.DENSE if longest is None else Layout.VARLEN,
         device=q.device,
@@ -159,6 +162,7 @@ def _problem(
         headdim_v=v.shape[-1],
         score_tensors=score_tensors,
         block_size=block_size,
+        hides_pairs=tiles,
         **wanted._asdict(),
         page_block_size=None if s.block_table is None else k.shape[1],
         **check_options(options, headdim, seqlen_q, seqlen_k)._asdict(),

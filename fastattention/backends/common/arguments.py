@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fastattention.attention.problem import Problem
+from fastattention.attention.problem import PAIR_MASK, Problem
 
 # What the kernels for CPUs and for CUDA GPUs serve.
-KERNELS_SERVE = frozenset({"alibi_slopes", "attn_bias", "sinks", "block_mask", "qk_dtype", "dropout_p", "softcap"})
+KERNELS_SERVE = frozenset(
+    {"alibi_slopes", "attn_bias", "sinks", "block_mask", PAIR_MASK, "qk_dtype", "dropout_p", "softcap"}
+)
 
 
 def why_not_arguments(problem: Problem, name: str, served: Collection[str]) -> str | None:

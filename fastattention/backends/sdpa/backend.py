@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.attention.backend import AttentionBackend
-from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.attention.problem import PAIR_MASK, AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.common.arguments import why_not_arguments
 from fastattention.backends.common.gradients import NO_BACKWARD
 from fastattention.backends.common.kv_append import append_tokens
@@ -20,7 +20,7 @@ from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, aligned, join, split
 
 # Not qk_dtype: torch's kernels multiply queries and keys in their own dtype.
-_SERVED = frozenset({"alibi_slopes", "attn_bias", "sinks", "block_mask", "dropout_p", "softcap"})
+_SERVED = frozenset({"alibi_slopes", "attn_bias", "sinks", "block_mask", PAIR_MASK, "dropout_p", "softcap"})
 
 
 class SdpaBackend(AttentionBackend):

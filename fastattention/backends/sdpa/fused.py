@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattention.attention.problem import Inputs, Layout, Problem
+from fastattention.attention.problem import PAIR_MASK, Inputs, Layout, Problem
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, Mask, chunk_mask, chunks, hides_nothing, sees_everything
@@ -18,7 +18,7 @@ from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_g
 # Off the CPU head dimensions are padded to a multiple of this: for others, torch uses a kernel that stores all scores.
 _HEADDIM_MULTIPLE = 8
 torch_attention = torch._C._nn.scaled_dot_product_attention  # that of torch.nn.functional, if nothing replaces it there
-_MASKS = frozenset({"alibi_slopes", "attn_bias", "block_mask"})  # arguments that are an attn_mask of torch
+_MASKS = frozenset({"alibi_slopes", "attn_bias", "block_mask", PAIR_MASK})  # arguments that are an attn_mask of torch
 
 
 def can_express(problem: Problem) -> bool:

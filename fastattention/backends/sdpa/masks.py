@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.mask_tiles import visible_pairs
 from fastattention.attention.problem import Problem
 from fastattention.backends.common.tile_range import TileKind, TileRange
 from fastattention.backends.sdpa.parts import Part
@@ -82,6 +83,9 @@ def chunk_mask(problem: Problem, part: Part, chunk: Chunk) -> Mask:
         block_m, block_n = problem.block_size
         kept = part.blocks[:, :, (rows.squeeze(1) - shift) // block_m][..., keys // block_n]
         visible = kept if visible is None else visible & kept
+    if part.tiles is not None:
+        shown = visible_pairs(*part.tiles, rows.squeeze(1) - shift, keys)
+        visible = shown if visible is None else visible & shown
     added = None
     if part.slopes is not None:
         added = -part.slopes * distance.abs()

@@ -25,6 +25,7 @@ class Part(NamedTuple):
     bias: Tensor | None  # (batch_size, nheads, seqlen_q, seqlen_k)
     sinks: Tensor | None  # float32 (nheads,)
     blocks: Tensor | None  # bool (batch_size, nheads, rows, columns): the block mask, maybe longer than the sequences
+    tiles: tuple[Tensor, Tensor] | None  # tile_index of these sequences, and tile_bits
     first: int  # index in the batch of its first sequence
 
 
@@ -151,8 +152,11 @@ def _part(inputs: Inputs, sequences: slice, q: Tensor, k: Tensor, v: Tensor, bia
     if slopes is not None:
         slopes = (slopes[sequences] if slopes.dim() == 2 else slopes.unsqueeze(0))[:, :, None, None]
     blocks = None if inputs.block_mask is None else inputs.block_mask[sequences]
+    tiles = None
+    if inputs.tile_index is not None and inputs.tile_bits is not None:
+        tiles = inputs.tile_index[sequences], inputs.tile_bits
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return Part(q, k, v, slopes, bias, inputs.sinks, blocks, sequences.start)
+    return Part(q, k, v, slopes, bias, inputs.sinks, blocks, tiles, sequences.start)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ def _input_strides(problem: Problem, inputs: Inputs) -> dict[str, int]:
         **named_strides("v_scale", first_strides(inputs.v_scale)),
         **named_strides("bias", score_strides(inputs.attn_bias), "batch head row key"),
         **named_strides("block", score_strides(inputs.block_mask), "batch head row key"),
+        **named_strides("tile", score_strides(inputs.tile_index), "batch head row key"),
     }
 
 

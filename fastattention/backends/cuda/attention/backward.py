@@ -132,7 +132,7 @@ def _params(
         "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": result.out, "lse": result.lse,
         "cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k, "alibi_slopes": inputs.alibi_slopes,
         "sinks": inputs.sinks, "attn_bias": inputs.attn_bias, "dropout_seed": inputs.dropout_seed,
-        "block_mask": inputs.block_mask,
+        "block_mask": inputs.block_mask, "tile_index": inputs.tile_index, "tile_bits": inputs.tile_bits,
     }  # fmt: skip
     gradients: dict[str, Tensor | None] = {f"grad_{name}": tensor for name, tensor in found.items()}
     given = {"grad_out": grads.out, "grad_lse": grads.lse, "stats": stats}

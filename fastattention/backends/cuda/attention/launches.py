@@ -99,6 +99,7 @@ def attention_template(
         **named_strides("lse", (0 if varlen else problem.nheads * lse_head, lse_head), "batch head"),
         **named_strides("bias", score_strides(bias), "batch head row key"),
         **named_strides("block", score_strides(inputs.block_mask), "batch head row key"),
+        **named_strides("tile", score_strides(inputs.tile_index), "batch head row key"),
         **divisor("group", problem.group_size),
         **divisor("page", page_block_size),
         **divisor("units", split.num_units),

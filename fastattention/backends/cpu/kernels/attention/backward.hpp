@@ -174,7 +174,7 @@ private:
         const BlockRow blocks = call_.block_row(sequence_, where.token, where.head);
         float sum = 0.0f;
         for (int64_t key = begin; key < end; ++key) {
-            if (!blocks.keeps(key)) continue;
+            if (!blocks.keeps(key) || blocks.hides(key)) continue;
             float bias[Vec::kWidth];
             store(bias, bias_of(row, key, 1));
             sum += exp2((bias[0] - lse) * kLog2E);
@@ -340,7 +340,8 @@ private:
                            rows);
         multiply_by_panels(at + layout_.grads(), layout_.value_stride, values_t_, layout_.value_units, grad_s_, begin, end,
                            rows);
-        const bool full = seen.classify(first_key_ + begin, first_key_ + end - 1) == TileKind::kFull;
+        const bool full =
+            !sequence_.tiles && seen.classify(first_key_ + begin, first_key_ + end - 1) == TileKind::kFull;
         differentiate(at + layout_.stats(), tile_rows, rows, begin, end, full);
         if (gradients_.grad_v) accumulate(at + layout_.grads_t(), p_.headdim_v, weights_, grad_v_, begin, end, rows);
         if (gradients_.grad_k) accumulate(at + layout_.queries_t(), p_.headdim, grad_s_, grad_k_, begin, end, rows);
@@ -369,6 +370,7 @@ private:
         Vec scale, shift;  // of products, if scores are not modified
         Vec begin, end;    // the keys of the chunk that the row sees
         float factors[kMostChunkKeys];  // for dropout
+        float visible[kMostChunkKeys];  // 0 where tiles of a block mask hide a key, 1 elsewhere; only if there are such
     };
 
     template <bool kModified, bool kDrops>
@@ -379,6 +381,12 @@ private:
         if (kDrops) {
             const int64_t first = begin / kDropoutKeys * kDropoutKeys, n = round_up(end - first, kDropoutKeys);
             dropout_factors(dropout_, sequence_.batch, where, first_key_ + first, n, r.factors + first);
+        }
+        if (sequence_.tiles) {
+            for (int64_t j = begin; j < end; ++j) r.visible[j] = 1.0f;
+            const BlockRow blocks = call_.block_row(sequence_, where.token, where.head);
+            blocks.for_each_hidden(first_key_ + begin, smaller(first_key_ + end, sequence_.mask.seqlen_k),
+                                   [&](int64_t key) { r.visible[key - first_key_] = 0.0f; });
         }
         r.lse = broadcast(stats[row]);
         r.delta = broadcast(stats[row + layout_.rows]);
@@ -415,6 +423,11 @@ private:
             const Vec index = broadcast(static_cast<float>(j)) + iota();
             p = select_less(index, row.end, select_less(index, row.begin, zero(), p), zero());
             dp = select_less(index, row.end, select_less(index, row.begin, zero(), dp), zero());
+            if (sequence_.tiles) {
+                const Vec visible = load(row.visible + j);
+                p = select_less(zero(), visible, p, zero());
+                dp = select_less(zero(), visible, dp, zero());
+            }
         }
     }
 

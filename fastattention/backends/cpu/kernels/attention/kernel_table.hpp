@@ -78,6 +78,7 @@ struct Sequence {
     const char* bias;       // null if none
     const float* alibi;     // slopes of all heads, null if none
     const uint8_t* blocks;  // flags of a block mask, null if none
+    const int32_t* tiles;   // tile_index, null if none
     int64_t cache_seqlen;   // tokens before the append, left padding included: the rotary position of query 0
     int64_t batch;
 };
@@ -131,8 +132,14 @@ struct Call {
     FA_HOST_DEVICE BlockRow block_row(const Sequence& s, int64_t token, int64_t head) const {
         if (s.blocks == nullptr) return {};
         const FaAttentionParams& p = *params;
-        return {s.blocks + head * p.block_stride_head + token / p.block_m * p.block_stride_row, p.block_stride_key,
-                p.block_n};
+        BlockRow row{s.blocks + head * p.block_stride_head + token / p.block_m * p.block_stride_row, p.block_stride_key,
+                     p.block_n};
+        if (s.tiles != nullptr) {
+            row.tiles = s.tiles + head * p.tile_stride_head + token / kBlockStep * p.tile_stride_row;
+            row.tile_stride = p.tile_stride_key;
+            row.bits = p.tile_bits + token % kBlockStep;
+        }
+        return row;
     }
 
 private:

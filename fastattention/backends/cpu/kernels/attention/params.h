@@ -32,6 +32,8 @@ typedef struct FaAttentionParams {
     const int64_t* dropout_seed;     // (1), or null
     const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), varlen (1, nheads, total_q, max_seqlen_k)
     const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept, or null
+    const int32_t* tile_index;       // (batch_size, nheads, tiles of queries, tiles of keys): -1, or a tile of tile_bits; or null
+    const uint64_t* tile_bits;       // (tiles, 64): by query, a bit for each of 64 keys, 1 where visible
     float* k_scale;  // of a quantized cache, shaped as k without headdim; written when k_new is given
     float* v_scale;
     int64_t dtype;        // of q, k_new, v_new, out and the rotary tables
@@ -54,6 +56,7 @@ typedef struct FaAttentionParams {
     int64_t block_table_stride, alibi_stride_batch;
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
     int64_t block_stride_batch, block_stride_head, block_stride_row, block_stride_key;
+    int64_t tile_stride_batch, tile_stride_head, tile_stride_row, tile_stride_key;
     int64_t block_m, block_n;  // tokens of a block: queries, keys
     int64_t window_left, window_right;  // -1 unlimited
     int64_t rotary_dim, rotary_interleaved;

@@ -341,11 +341,22 @@ private:
             }
             softmax_.modify(where, scores + runs_[i].column, runs_[i].key, count, key_scales);
         }
-        const bool known = kInt8 && full && !softmax_.modifies() && columns_ % (kVectorsAtOnce * Vec::kWidth) == 0;
+        if (sequence_.tiles) hide_pairs(where, scores, end);
+        const bool known = kInt8 && full && !sequence_.tiles && !softmax_.modifies() && columns_ % (kVectorsAtOnce * Vec::kWidth) == 0;
         softmax_.weigh(
             scores, begin, end, padded_keys(columns_),
             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},
             value_scales, known ? &highest : nullptr);
+    }
+
+    // Hides what tiles of the block mask hide, in the scores before column `end`.
+    void hide_pairs(QueryRow where, float* scores, int64_t end) const {
+        const BlockRow blocks = call_.block_row(sequence_, where.token, where.head);
+        for (int64_t i = 0; i < num_runs_; ++i) {
+            const Run& run = runs_[i];
+            const int64_t past_last = run.key + smaller(run.count, end - run.column);
+            blocks.for_each_hidden(run.key, past_last, [&](int64_t key) { scores[run.column + key - run.key] = -kInfinity; });
+        }
     }
 
     void accumulate_values() {

@@ -61,6 +61,7 @@ Sequence make_sequence(const Call& call, int64_t batch) {
     if (p.lse != nullptr) s.lse = p.lse + batch * p.lse_stride_batch + first_q;
     if (p.alibi_slopes != nullptr) s.alibi = p.alibi_slopes + batch * p.alibi_stride_batch;
     if (p.block_mask != nullptr) s.blocks = p.block_mask + batch * p.block_stride_batch;
+    if (p.tile_index != nullptr) s.tiles = p.tile_index + batch * p.tile_stride_batch;
     if (p.attn_bias != nullptr) {
         const int64_t size = size_of(p.bias_dtype);
         s.bias = static_cast<const char*>(p.attn_bias) + (batch * p.bias_stride_batch + first_q * p.bias_stride_row) * size;

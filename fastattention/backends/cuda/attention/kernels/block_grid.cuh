@@ -25,4 +25,19 @@ FA_DEVICE BlockGrid block_grid(const AttentionParams& p, int batch, int head, bo
     return {kept, p.block_stride_row, p.block_stride_key, p.block_m, p.block_n};
 }
 
+constexpr int kTileTokens = 64;  // queries, and keys, of a tile of tile_index
+
+// The words of the tile that hides pairs of a query and a key, from that of the query on; null where no tile does.
+FA_DEVICE const int64_t* tile_words(const AttentionParams& p, int batch, int head, int query, int key) {
+    const int tile = p.tile_index[batch * p.tile_stride_batch + head * p.tile_stride_head +
+                                  query / kTileTokens * p.tile_stride_row + key / kTileTokens * p.tile_stride_key];
+    return tile < 0 ? nullptr : p.tile_bits + static_cast<int64_t>(tile) * kTileTokens + query % kTileTokens;
+}
+
+// Whether a tile hides a key from a query.
+FA_DEVICE bool hides_pair(const AttentionParams& p, int batch, int head, int query, int key) {
+    const int64_t* word = tile_words(p, batch, head, query, key);
+    return word != nullptr && (*word >> key % kTileTokens & 1) == 0;
+}
+
 }  // namespace fastattention

@@ -39,6 +39,7 @@ FA_DEVICE float sum_of_weights(const AttentionParams& p, const RowOfCall& row, f
     float sum = 0.0f;
     for (int key = begin + lane_index() % kLanesOfRow; key < end; key += kLanesOfRow) {
         if (p.block_mask != nullptr && !block_grid(p, sequence, row.head).keeps(token, key)) continue;
+        if (p.tile_index != nullptr && hides_pair(p, sequence, row.head, token, key)) continue;
         const int64_t at = offset + key * p.bias_stride_key;
         const float bias = p.bias_is_float ? static_cast<const float*>(p.attn_bias)[at]
                                            : Element::widen(static_cast<const uint16_t*>(p.attn_bias)[at]);

@@ -15,6 +15,7 @@
 
 #include "dropout.cuh"
 #include "epilogue.cuh"
+#include "hidden_pairs.cuh"
 #include "mask.cuh"
 #include "scores.cuh"
 #include "tile_walk.cuh"
@@ -93,6 +94,10 @@ public:
             apply_mask<Arch>(weights, mask_, column, 0.0f, [&](int step, int which) {
                 return opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which);
             });
+        if constexpr (kBlockSparse) {
+            if (p_.tile_index != nullptr)
+                hide_pairs<Arch, kRowsAreKeys>(weights, p_, work_.batch, head_, opaque(warp_row_), column, 0.0f);
+        }
         Scores grads = {};
         if constexpr (kGradFirst) Arch::multiply_rows(grads, second_, second);
         if constexpr (kDrops) {

@@ -26,6 +26,8 @@ struct AttentionParams {
 
     const int64_t* dropout_seed;     // null if none
     const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept; null if none
+    const int32_t* tile_index;       // (batch_size, nheads, tiles of queries, tiles of keys): -1, or a tile of tile_bits
+    const int64_t* tile_bits;        // (tiles, 64): by query, a bit for each of 64 keys, 1 where visible; null if none
 
     const float* k_scale;  // of a quantized cache, shaped as k without its last axis; of int8 keys: one per kKeysOfScale
     const float* v_scale;
@@ -47,6 +49,7 @@ struct AttentionParams {
     int64_t alibi_stride_batch;
     int64_t block_table_stride;
     int64_t block_stride_batch, block_stride_head, block_stride_row, block_stride_key;
+    int64_t tile_stride_batch, tile_stride_head, tile_stride_row, tile_stride_key;
     int64_t report_at;  // address for report_length; 0 if there is none
 
     int32_t q_stride_row, k_stride_row, v_stride_row, out_stride_row;

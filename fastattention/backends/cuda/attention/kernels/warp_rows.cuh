@@ -2,6 +2,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "hidden_pairs.cuh"
 #include "mask.cuh"
 #include "online_softmax.cuh"
 #include "tile_walk.cuh"
@@ -85,6 +86,10 @@ public:
             apply_mask<Arch>(scores, mask_, key, -infinity(), [&](int step, int which) {
                 return token_of(p_, opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which));
             });
+        if constexpr (kBlockSparse) {
+            if (p_.tile_index != nullptr && warp_row_ <= last_row_)
+                hide_pairs<Arch, false>(scores, p_, work_.batch, work_.head, opaque(warp_row_), key, -infinity());
+        }
         if constexpr (kColumnWarps == 1) online_max(scores, scales);
     }
 

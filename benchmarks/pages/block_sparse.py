@@ -30,6 +30,11 @@ last CTAs run alone. FlexAttention uses Hopper's own matrix instructions, our ke
 faster too, and the ratio is that of dense calls ([decision](../decisions/0064-list-kept-blocks.md))."""
 AMX = """\
 In bfloat16 FlexAttention's CPU kernel uses AMX as well: our gain there falls short of the gain in float32."""
+PAIRS = """\
+{seqlen} tokens, {nheads} heads of {headdim}; the mask is the same for all heads. Documents: causal within documents of
+200 to 2,000 tokens. Images: three images of {image} tokens each, whose tokens see each other, in causal text. Half at
+random: the worst case, every tile is mixed. "With gradients" is forward and backward together. "/ causal" compares with
+our causal call. SDPA is torch's, given the bool mask; FlexAttention is torch's, compiled, where that works."""
 READING = """\
 On the Python side of a call, a mask {adds}. Reading a causal `BlockMask` of {seqlen} tokens takes {first} the first
 time, and {later} in later calls."""
@@ -104,6 +109,31 @@ def _rows_of_times(record: dict[str, Any]) -> Iterable[list[str]]:
         ideal = f"{ours / (density * taken['dense']):.2f}"
         yield [f"{dtype}, random", number(density), seconds(ours), ideal, seconds(flex), ratio(flex / ours)]
     yield [f"{dtype}, nothing", number(0), seconds(taken["nothing"]), "-", "-", "-"]
+
+
+def _pairs(result: Result) -> list[str]:
+    """A section of masks of single pairs."""
+    data = result.data
+    making = max(one["making"] for one in data["records"])
+    made = f"Making a mask by `from_pairs` took at most {seconds(making)}, once for all layers."
+    return result.sourced(PAIRS.format(image=data["seqlen"] // 8, **data), pair_times(data["records"]), made)
+
+
+def pair_times(records: list[dict[str, Any]]) -> str:
+    """By dtype and mask."""
+    headings = ["dtype, mask", "visible", "mixed tiles", "ours", "/ causal", "SDPA / ours", "FlexAttention / ours"]
+    return table(headings, [row for record in records for row in _rows_of_pairs(record)])
+
+
+def _rows_of_pairs(record: dict[str, Any]) -> Iterable[list[str]]:
+    taken, visible = record["seconds"], number(record["visible"], 2)
+    for suffix, words in (("", ""), (" with gradients", ", with gradients")):
+        ours, flex = taken[f"ours{suffix}"], taken.get(f"flex{suffix}")
+        yield [
+            f"{record['dtype']}, {record['mask']}{words}", visible, str(record["tiles"] - 1), seconds(ours),
+            f"{ours / taken[f'causal{suffix}']:.2f}", ratio(taken[f"sdpa{suffix}"] / ours),
+            "-" if flex is None else ratio(flex / ours),
+        ]  # fmt: skip
 
 
 def _below(records: list[dict[str, Any]]) -> str:

@@ -340,8 +340,7 @@ private:
                            rows);
         multiply_by_panels(at + layout_.grads(), layout_.value_stride, values_t_, layout_.value_units, grad_s_, begin, end,
                            rows);
-        const bool full =
-            !sequence_.tiles && seen.classify(first_key_ + begin, first_key_ + end - 1) == TileKind::kFull;
+        const bool full = !sequence_.tiles && seen.classify(first_key_ + begin, first_key_ + end - 1) == TileKind::kFull;
         differentiate(at + layout_.stats(), tile_rows, rows, begin, end, full);
         if (gradients_.grad_v) accumulate(at + layout_.grads_t(), p_.headdim_v, weights_, grad_v_, begin, end, rows);
         if (gradients_.grad_k) accumulate(at + layout_.queries_t(), p_.headdim, grad_s_, grad_k_, begin, end, rows);

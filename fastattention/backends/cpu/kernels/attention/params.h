@@ -32,18 +32,18 @@ typedef struct FaAttentionParams {
     const int64_t* dropout_seed;     // (1), or null
     const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), varlen (1, nheads, total_q, max_seqlen_k)
     const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept, or null
-    const int32_t* tile_index;       // (batch_size, nheads, tiles of queries, tiles of keys): -1, or a tile of tile_bits; or null
-    const uint64_t* tile_bits;       // (tiles, 64): by query, a bit for each of 64 keys, 1 where visible
+    const int32_t* tile_index;  // (batch_size, nheads, tiles of queries, tiles of keys): -1, or a tile of tile_bits; or null
+    const uint64_t* tile_bits;  // (tiles, 64): by query, a bit for each of 64 keys, 1 where visible
     float* k_scale;  // of a quantized cache, shaped as k without headdim; written when k_new is given
     float* v_scale;
-    int64_t dtype;        // of q, k_new, v_new, out and the rotary tables
+    int64_t dtype;  // of q, k_new, v_new, out and the rotary tables
     int64_t cache_dtype;  // of k and v: dtype, or FA_INT8 or FA_FLOAT8 (e4m3) with scales
     int64_t bias_dtype;
     int64_t qk_dtype;  // of products of queries and keys: dtype, or FA_INT8
     int64_t batch_size, seqlen_q, seqlen_k, seqlen_new;
     int64_t nheads, nheads_k, headdim, headdim_v;
     int64_t page_block_size;  // 0 when k and v are not paged
-    int64_t panel_size;       // tokens of a panel of a cache in panels (panel_cache.hpp); 0 when tokens are rows
+    int64_t panel_size;  // tokens of a panel of a cache in panels (panel_cache.hpp); 0 when tokens are rows
     int64_t q_stride_batch, q_stride_row, q_stride_head;
     int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a cache row or a page; row: 0 for a cache in panels
     int64_t v_stride_batch, v_stride_row, v_stride_head;

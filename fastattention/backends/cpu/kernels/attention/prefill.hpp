@@ -342,7 +342,8 @@ private:
             softmax_.modify(where, scores + runs_[i].column, runs_[i].key, count, key_scales);
         }
         if (sequence_.tiles) hide_pairs(where, scores, end);
-        const bool known = kInt8 && full && !sequence_.tiles && !softmax_.modifies() && columns_ % (kVectorsAtOnce * Vec::kWidth) == 0;
+        const bool known =
+            kInt8 && full && !sequence_.tiles && !softmax_.modifies() && columns_ % (kVectorsAtOnce * Vec::kWidth) == 0;
         softmax_.weigh(
             scores, begin, end, padded_keys(columns_),
             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},

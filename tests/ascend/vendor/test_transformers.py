@@ -106,7 +106,7 @@ def who_serves(name: str, side: str, cache: str, dtype: torch.dtype) -> list[set
     if side == "left":  # keys are read in place, after the padding
         return [vendor, ours, ours, ours]
     # The operator that reads a cache has no float32.
-    decoding = ours if (side, cache, dtype) == ("none", "static", torch.float32) else vendor
+    decoding = ours if (cache, dtype) == ("static", torch.float32) else vendor
     return [vendor, vendor, decoding, decoding]
 
 

@@ -94,6 +94,7 @@ def measure(
     mask = sparse.from_pairs(pairs)
     flex_mask = create_block_mask(mod, None, None, seqlen, seqlen, device=device)
     backend = "cpu" if device == "cpu" else "cuda"
+    torch._dynamo.reset()  # it compiles a function a limited number of times, and then runs it as it is
     flex = torch.compile(flex_attention)
     forwards: dict[str, Callable[..., Tensor]] = {
         "causal": lambda q, k, v: fast_attn_func(q, k, v, causal=True, backend=backend),

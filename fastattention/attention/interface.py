@@ -69,6 +69,7 @@ every backend's reason when none can serve the call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ from torch import Tensor
 from fastattention.attention.function import attention_function
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
+from fastattention.attention.sequence_parts import used_parts
 from fastattention.attention.validation import KvCacheArguments
 from fastattention.attention.validation.block_masks import BlockSize, read_block_mask
 from fastattention.attention.validation.common import read_options
@@ -206,7 +208,7 @@ def fast_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -219,6 +221,8 @@ def fast_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     block_mask: Tensor | None = None,
@@ -237,6 +241,10 @@ def fast_attn_varlen_func(
     - `max_seqlen_q`, `max_seqlen_k`: lengths of the longest sequences. None derives them, which synchronizes on a GPU.
     - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
         read.
+    - `seqused_q`, `seqused_k`: int32 (batch_size,), how many tokens of each sequence are used, from its first on; None
+        is all. The mask is aligned to the used ones. Unused queries are rows without keys. Unused keys and values are
+        not read. All of them have gradient 0. max_seqlen_q and max_seqlen_k count unused tokens too. With block_table
+        and seqused_k, cu_seqlens_k may be None.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`, aligned to the bottom right of each sequence.
 
     The other arguments, the mask (aligned per sequence) and the errors are those that all functions share
@@ -244,6 +252,12 @@ def fast_attn_varlen_func(
 
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
+    results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
+    if seqused_q is not None or seqused_k is not None:
+        parts = used_parts(Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table), seqused_q, seqused_k)
+        cu_seqlens_q, cu_seqlens_k, block_table, per_sequence = parts
+        alibi_slopes, block_mask = parts.of_each(alibi_slopes, 2), parts.of_each(block_mask, 4)
+        results = functools.partial(_of_first_parts, per_sequence, results)
     require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     with_lse = return_lse or return_attn_probs
     options = read_options(
@@ -259,7 +273,6 @@ def fast_attn_varlen_func(
     given = Inputs(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed, block_mask
     )  # fmt: skip
-    results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
     return ATTENTION, given, options, backend, results
 
 
@@ -451,6 +464,12 @@ def _out_and_lse(result: AttentionOutput) -> tuple[Tensor, Tensor | None]:
 
 def _out_lse_and_mask(result: AttentionOutput) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return result.out, result.lse, result.dropout_mask
+
+
+def _of_first_parts(per_sequence: int, results: Callable[[AttentionOutput], Any], result: AttentionOutput) -> Any:
+    """`results` of a call whose sequences are `per_sequence` parts of each given one, used tokens first."""
+    mask = result.dropout_mask
+    return results(result if mask is None else result._replace(dropout_mask=mask[::per_sequence]))
 
 
 def _unstack(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:

@@ -6,13 +6,19 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastattention import ArgumentError, UnsupportedError, fast_attn_func, fast_attn_with_kvcache
+from fastattention import (
+    ArgumentError,
+    UnsupportedError,
+    fast_attn_func,
+    fast_attn_varlen_func,
+    fast_attn_with_kvcache,
+)
 from fastattention.integrations import flash_attn as drop_in
 from fastattention.integrations.flash_attn import flash3, flash4
 
@@ -67,6 +73,10 @@ def installed() -> Iterator[None]:
     drop_in.install()
     yield
     drop_in.uninstall()
+
+
+def int32(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -137,6 +147,14 @@ def test_flash3_varlen_call() -> None:
     assert_same((out, lse), (wanted_out.flatten(0, 1), wanted_lse.transpose(0, 1).flatten(1)))
 
 
+def test_flash3_varlen_call_takes_used_tokens() -> None:
+    q, k, v = (x.flatten(0, 1) for x in qkv())
+    lengths = (offsets(5, 5), offsets(9, 9), 5, 9)
+    used = {"seqused_q": int32(3, 5), "seqused_k": int32(9, 2)}
+    given = flash3.flash_attn_varlen_func(q, k, v, *lengths, *used.values(), None, True, return_attn_probs=True)
+    assert_same(given, fast_attn_varlen_func(q, k, v, *lengths, causal=True, return_lse=True, **used))
+
+
 @pytest.mark.parametrize("heads", ["three", "one axis"])
 def test_flash3_packed_call(heads: str) -> None:
     q, k, v = qkv(seqlen_k=5)
@@ -192,13 +210,128 @@ def test_flash3_cache_call_appends_rotates_and_attends() -> None:
         "rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "causal": True, "rotary_interleaved": False,
         "cache_seqlens": torch.tensor([7, 0], dtype=torch.int32),
     }  # fmt: skip
-    table = torch.tensor([[4, 1, 3], [0, 5, 2]], dtype=torch.int32)
-    wanted = fast_attn_with_kvcache(q, *copies, k, v, block_table=table, return_softmax_lse=True, **arguments)
+    wanted = fast_attn_with_kvcache(q, *copies, k, v, block_table=TABLE, return_softmax_lse=True, **arguments)
     given = flash3.flash_attn_with_kvcache(
-        q, *caches, k, v, page_table=table, return_softmax_lse=True, scheduler_metadata=torch.empty(0), num_splits=2,
+        q, *caches, k, v, page_table=TABLE, return_softmax_lse=True, scheduler_metadata=torch.empty(0), num_splits=2,
         pack_gqa=True, sm_margin=1, **arguments,
     )  # fmt: skip
     assert_same((*given, *caches), (*wanted, *copies))
+
+
+TABLE = int32([4, 1, 3], [0, 5, 2])
+
+
+class Ragged(NamedTuple):
+    """Two sequences of 7 and 0 cached tokens, to which 2 and 4 are appended, with 1 and 3 queries."""
+
+    q: Tensor  # (4, 4, 16)
+    k: Tensor  # (6, 2, 16)
+    v: Tensor
+    caches: list[Tensor]  # pages, or rows of 12 tokens
+
+    def reference(self, causal: bool = True) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """out, lse and the caches after the call, from calls of one sequence each."""
+        after = [cache.clone() for cache in self.caches]
+        results = []
+        for index, (queries, new, held) in enumerate(((slice(0, 1), slice(0, 2), 7), (slice(1, 4), slice(2, 6), 0))):
+            pages = {"block_table": TABLE[index : index + 1]} if self.is_paged else {"cache_batch_idx": int32(index)}
+            results.append(fast_attn_with_kvcache(
+                self.q[None, queries], *after, self.k[None, new], self.v[None, new], cache_seqlens=held, causal=causal,
+                return_lse=True, **pages,
+            ))  # fmt: skip
+        outs, lses = zip(*results, strict=True)
+        return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0], after
+
+    @property
+    def is_paged(self) -> bool:
+        return self.caches[0].shape[1] == 4
+
+
+@pytest.fixture(params=["rows", "pages"])
+def ragged(request: pytest.FixtureRequest) -> Ragged:
+    shape = (6, 4, 2, 16) if request.param == "pages" else (2, 12, 2, 16)
+    caches = [torch.full(shape, torch.nan) for _ in range(2)]
+    for seed, cache in enumerate(caches):
+        for page, tokens in ((4, slice(0, 4)), (1, slice(4, 7))) if request.param == "pages" else ((0, slice(0, 7)),):
+            cache[page, : tokens.stop - tokens.start] = draw(7, 2, 16, seed=seed)[tokens]
+    return Ragged(draw(4, 4, 16), draw(6, 2, 16), draw(6, 2, 16, seed=1), caches)
+
+
+def test_flash3_cache_call_with_ragged_queries_and_keys(ragged: Ragged) -> None:
+    out, lse, after = ragged.reference()
+    given = flash3.flash_attn_with_kvcache(
+        ragged.q, *ragged.caches, ragged.k, ragged.v, cache_seqlens=int32(7, 0), cu_seqlens_q=offsets(1, 3),
+        cu_seqlens_k_new=offsets(2, 4), max_seqlen_q=3, causal=True, return_softmax_lse=True,
+        page_table=TABLE if ragged.is_paged else None,
+    )  # fmt: skip
+    assert_same(given, (out, lse))
+    for written, wanted in zip(ragged.caches, after, strict=True):
+        assert torch.equal(written.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    # The same cache without an append, in another order of its rows.
+    q, rows = ragged.q[[1, 2, 3, 0]], int32(1, 0)
+    where = {"page_table": TABLE[rows.long()]} if ragged.is_paged else {"cache_batch_idx": rows}
+    again = flash3.flash_attn_with_kvcache(
+        q, *ragged.caches, cache_seqlens=int32(4, 9), cu_seqlens_q=offsets(3, 1), causal=True, return_softmax_lse=True,
+        **where,
+    )  # fmt: skip
+    assert_same(again, (out[[1, 2, 3, 0]], lse[:, [1, 2, 3, 0]]))
+
+
+def test_flash3_cache_call_with_ragged_keys_alone(ragged: Ragged) -> None:
+    """Queries in a batch of one length come back in it."""
+    arguments: dict[str, Any] = {
+        "cache_seqlens": int32(7, 0), "cu_seqlens_k_new": offsets(2, 4), "causal": True,
+        "page_table": TABLE if ragged.is_paged else None,
+    }  # fmt: skip
+    q = draw(2, 2, 4, 16)
+    after = ragged.reference()[2]
+    where = {"block_table": TABLE} if ragged.is_paged else {}
+    wanted = fast_attn_with_kvcache(q, *after, cache_seqlens=int32(9, 4), causal=True, return_lse=True, **where)
+    given = flash3.flash_attn_with_kvcache(q, *ragged.caches, ragged.k, ragged.v, return_softmax_lse=True, **arguments)
+    assert_same(given, wanted)
+
+
+def test_flash3_cache_call_with_ragged_queries_and_even_keys(ragged: Ragged) -> None:
+    """The second sequence has keys but no query."""
+    out, _, _ = ragged.reference()
+    k, v = (torch.stack((x[:2], x[2:4])) for x in (ragged.k, ragged.v))
+    where = {"page_table": TABLE} if ragged.is_paged else {}
+    given = flash3.flash_attn_with_kvcache(
+        ragged.q[:1], *ragged.caches, k, v, cache_seqlens=int32(7, 0), cu_seqlens_q=offsets(1, 0), max_seqlen_q=1,
+        causal=True, **where,
+    )  # fmt: skip
+    assert_same((given,), (out[:1],))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"cache_seqlens": int32(11, 0)}, r"cache_seqlens\[0\]=11 must be 0 to 10"),
+        ({"cache_seqlens": int32(7)}, "cache_seqlens must be"),
+        ({"cache_seqlens": None}, "k, v and cache_seqlens must be given together"),
+        ({"v": None}, "k, v and cache_seqlens must be given together"),
+        ({"cu_seqlens_k_new": offsets(2, 3)}, "cu_seqlens_k_new must end at the number of tokens, 6"),
+        ({"cu_seqlens_k_new": offsets(6)}, "cu_seqlens_k_new must be"),
+        ({"cu_seqlens_q": offsets(1, 2)}, "cu_seqlens_q must end at the number of tokens, 4"),
+        ({"k": draw(6, 2, 16).half()}, "k has dtype"),
+        ({"v": draw(5, 2, 16)}, "v must be"),
+        ({"window_size": (-2, 0)}, "window_size"),
+        ({"page_table": int32([4, 6, 3], [0, 5, 2])}, "names page 6 for sequence 0"),
+        ({"page_table": int32([4, 1, 0], [0, 5, 2])}, "two appended tokens into slot 0 of page 0"),
+        ({"page_table": None}, "k_cache holds 6 sequences and q 2"),
+        ({"cache_batch_idx": int32(0, 1)}, "cannot be combined with page_table"),
+    ],
+)
+@pytest.mark.parametrize("ragged", ["pages"], indirect=True)
+def test_flash3_wrong_ragged_caches_are_left_alone(ragged: Ragged, changes: dict[str, Any], says: str) -> None:
+    before = [cache.clone() for cache in ragged.caches]
+    good = {
+        "k": ragged.k, "v": ragged.v, "page_table": TABLE, "cache_seqlens": int32(7, 0), "cu_seqlens_q": offsets(1, 3),
+        "cu_seqlens_k_new": offsets(2, 4), "max_seqlen_q": 3,
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match=says):
+        flash3.flash_attn_with_kvcache(ragged.q, *ragged.caches, **good | changes)
+    assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(ragged.caches, before, strict=True))
 
 
 @pytest.mark.parametrize("into", [None, torch.bfloat16], ids=["new", "given"])
@@ -258,6 +391,38 @@ def test_flash4_always_returns_a_pair() -> None:
     assert_same(given, (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("packed_q", [False, True], ids=["batch", "varlen"])
+@pytest.mark.parametrize("keys", ["batch", "varlen", "pages"])
+def test_flash4_varlen_layouts(packed_q: bool, keys: str) -> None:
+    q, k, v = draw(2, 5, 4, 16), draw(2, 12, 2, 16), draw(2, 12, 2, 16, seed=1)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    used: dict[str, Any] = {"seqused_q": int32(3, 5), "seqused_k": int32(12, 2)}
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    wanted = fast_attn_varlen_func(*rows, offsets(5, 5), offsets(12, 12), 5, 12, **used, **options)
+    if keys == "varlen":
+        k, v = rows[1:]
+        used |= {"cu_seqlens_k": offsets(12, 12)}
+    elif keys == "pages":
+        order = torch.empty(6, dtype=torch.int64)
+        order[TABLE.flatten().long()] = torch.arange(6)
+        k, v = (x.unflatten(0, (6, 4))[order] for x in rows[1:])
+        used |= {"page_table": TABLE}
+    if packed_q:
+        given = flash4.flash_attn_varlen_func(rows[0], k, v, cu_seqlens_q=offsets(5, 5), **used, **options)
+        assert_same(given, wanted)  # type: ignore[arg-type]
+        return
+    out, lse = flash4.flash_attn_varlen_func(q, k, v, **used, **options)
+    assert lse is not None
+    assert lse.shape == (2, 4, 5)
+    assert_same((out.flatten(0, 1), lse.transpose(0, 1).flatten(1)), wanted)
+
+
+def test_flash4_pages_need_their_lengths() -> None:
+    q, _, _ = qkv()
+    with pytest.raises(ArgumentError, match="page_table needs seqused_k"):
+        flash4.flash_attn_varlen_func(q, torch.zeros(6, 4, 2, 16), torch.zeros(6, 4, 2, 16), page_table=TABLE)
+
+
 def _kvcache(**arguments: Any) -> object:
     q, k, v = qkv()
     return flash3.flash_attn_with_kvcache(q, k, v, **arguments)
@@ -265,6 +430,10 @@ def _kvcache(**arguments: Any) -> object:
 
 REFUSED: list[tuple[Callable[..., object], str, object]] = [
     *((_kvcache, name, torch.zeros(2)) for name in ("qv", "rotary_seqlens")),
+    *((lambda **one: _kvcache(cu_seqlens_q=offsets(5, 5), **one), name, torch.zeros(2)) for name in (
+        "rotary_cos", "cache_leftpad",
+    )),
+    (lambda **one: flash4.flash_attn_varlen_func(*qkv(), page_table=TABLE, **one), "qv", torch.zeros(2)),
     *((lambda **one: flash4.flash_attn_func(*qkv(), **one), name, ()) for name in (
         "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
         "block_sparse_tensors", "block_sparse_tensors_bwd",

@@ -63,8 +63,7 @@ def prepare_prefill(given: Inputs, options: Options) -> tuple[Problem, Inputs]:
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if varlen else ("q", "k", "v")
     try:
         require_tensors(**{name: getattr(given, name) for name in required})
-        tensors = [(name, getattr(given, name)) for name in _Specs._fields]
-        specs = _Specs(*(None if x is None else spec_of(name, x) for name, x in tensors))  # type: ignore[arg-type]
+        specs = _specs(given)
         longest = None
         if varlen:
             _check_varlen_shapes(specs)
@@ -84,6 +83,17 @@ class _Specs(NamedTuple):
     cu_seqlens_k: TensorSpec | None
     block_table: TensorSpec | None
     block_mask: TensorSpec | None
+
+
+def _specs(given: Inputs) -> _Specs:
+    tensors = [(name, getattr(given, name)) for name in _Specs._fields]
+    return _Specs(*(None if x is None else spec_of(name, x) for name, x in tensors))  # type: ignore[arg-type]
+
+
+def check_varlen_shapes(given: Inputs) -> None:
+    """Checks the tensors of a varlen call from shapes, dtypes and devices alone."""
+    require_tensors(q=given.q, k=given.k, v=given.v, cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k)
+    _check_varlen_shapes(_specs(given))
 
 
 def _check_varlen_shapes(s: _Specs) -> None:

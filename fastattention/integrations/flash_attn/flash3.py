@@ -29,6 +29,7 @@ from fastattention.attention.merge import merge_attn_states
 from fastattention.engine.checks import check_rank, check_shape, read_int, require_tensor, spec_of
 from fastattention.errors import ArgumentError
 from fastattention.integrations.flash_attn.arguments import refuse, refuse_float8, with_values_in_keys
+from fastattention.integrations.flash_attn.ragged_cache import attend_to_ragged_cache
 
 
 def flash_attn_func(
@@ -87,13 +88,14 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`fast_attn_varlen_func`. Returns out, or with return_attn_probs (out, lse)."""
-    refuse(attention_chunk=attention_chunk, seqused_q=seqused_q, seqused_k=seqused_k)
+    refuse(attention_chunk=attention_chunk)
     refuse_float8(q)
     if qv is not None:
         q, k, v = with_values_in_keys(q, k, v, qv)
     return fast_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic, return_lse=return_attn_probs,
+        seqused_q=seqused_q, seqused_k=seqused_k,
     )  # fmt: skip
 
 
@@ -178,14 +180,24 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """`fast_attn_with_kvcache`, whose block_table is page_table.
 
+    - `q`: (batch_size, seqlen_q, nheads, headdim), or with cu_seqlens_q (total_q, nheads, headdim)
+    - `k`, `v`: (batch_size, seqlen_new, nheads_k, headdim), or with cu_seqlens_k_new (total_new, nheads_k, headdim)
+
+    With cu_seqlens_q or cu_seqlens_k_new, one call appends and a call of `fast_attn_varlen_func` attends. Then
+    rotary_cos and cache_leftpad are refused, and cu_seqlens_k_new must end at the rows of k.
+
     Returns out, or with return_softmax_lse (out, lse). FlashAttention-3 returns two more tensors then, which its
     documentation does not name: partial results of split-KV.
     """
-    refuse(
-        attention_chunk=attention_chunk, qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens,
-    )  # fmt: skip
+    refuse(attention_chunk=attention_chunk, qv=qv, rotary_seqlens=rotary_seqlens)
     refuse_float8(q)
+    if cu_seqlens_q is not None or cu_seqlens_k_new is not None:
+        refuse(rotary_cos=rotary_cos, cache_leftpad=cache_leftpad)
+        return attend_to_ragged_cache(
+            q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, cu_seqlens_q, cu_seqlens_k_new,
+            max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            return_lse=return_softmax_lse,
+        )  # fmt: skip
     return fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits=num_splits,

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from fastattention.attention.interface import fast_attn_func, fast_attn_varlen_func
-from fastattention.engine.checks import read_int, require_tensor
+from fastattention.engine.checks import check_rank, read_int, require_tensor, spec_of
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.integrations.flash_attn.arguments import refuse, refuse_float8, with_values_in_keys
+from fastattention.integrations.flash_attn.arguments import as_rows, refuse, refuse_float8, with_values_in_keys
 
 Window = Sequence[int | None]
 
@@ -96,26 +96,37 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fast_attn_varlen_func`, whose sinks are learnable_sink. Returns (out, lse); lse is None without return_lse."""
+    """`fast_attn_varlen_func`, whose sinks are learnable_sink and whose block_table is page_table.
+
+    - `q`, `qv`: (total_q, nheads, headdim), or without cu_seqlens_q (batch_size, seqlen_q, nheads, headdim)
+    - `k`, `v`: (total_k, nheads_k, headdim), or without cu_seqlens_k (batch_size, seqlen_k, nheads_k, headdim), or with
+        page_table and seqused_k pages (num_blocks, page_block_size, nheads_k, headdim)
+
+    Returns (out, lse) in the layout of q. lse is None without return_lse.
+    """
     refuse(
         score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
         aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors, gather_kv_indices=gather_kv_indices,
-        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
+        qv=None if page_table is None else qv,
     )  # fmt: skip
     refuse_float8(q)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise UnsupportedError(
-            "cu_seqlens_q and cu_seqlens_k must be given; for sequences of one length call flash_attn_func"
-        )
     q, k, v, heads_last = _latent(q, k, v, qv)
-    # Without a longest sequence, take a bound: finding the longest one would synchronize.
+    queries = as_rows("q", q, cu_seqlens_q, max_seqlen_q)
+    if page_table is not None:
+        if cu_seqlens_k is not None or seqused_k is None:
+            raise ArgumentError("page_table needs seqused_k, the lengths of sequences, and no cu_seqlens_k")
+        check_rank("k", spec_of("k", k), "num_blocks, page_block_size, nheads_k, headdim")
+        longest = spec_of("page_table", page_table).shape[-1] * k.shape[1]
+    else:
+        (k, cu_seqlens_k, longest, _), (v, *_) = (
+            as_rows(name, tensor, cu_seqlens_k, max_seqlen_k) for name, tensor in (("k", k), ("v", v))
+        )
     result = fast_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, q.shape[0] if max_seqlen_q is None else max_seqlen_q,
-        k.shape[0] if max_seqlen_k is None else max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
-        window_size=_read_window(window_size, causal), softcap=softcap, deterministic=deterministic,
-        sinks=learnable_sink, return_lse=return_lse,
+        queries.rows, k, v, queries.cu_seqlens, cu_seqlens_k, queries.longest, longest, softmax_scale=softmax_scale,
+        causal=causal, window_size=_read_window(window_size, causal), softcap=softcap, deterministic=deterministic,
+        block_table=page_table, seqused_q=seqused_q, seqused_k=seqused_k, sinks=learnable_sink, return_lse=return_lse,
     )  # fmt: skip
-    return _out_and_lse(result, heads_last)
+    return _out_and_lse(queries.back(result), heads_last)
 
 
 def _latent(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:

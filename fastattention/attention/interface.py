@@ -47,6 +47,11 @@ Shared arguments beyond flash-attn's, keyword-only:
     sees. Then each query, and each 64 keys of a head, are rounded to multiples of their largest element / 127. Values
     and weights stay as they are. On CPUs with VNNI or AMX, and GPUs from Turing on; without gradients.
     docs/internals/numerics.md has the errors.
+- `attention_chunk`: of dense and varlen calls, as in Llama 4. Positions are divided into chunks of that many, and a
+    query sees only keys of its own chunk, within the other masks. Query i is at position i + seqlen_k - seqlen_q, and
+    key j at j; queries before position 0 see no keys. 0 turns it off. Exact: the chunks become sequences of their own,
+    so other keys are not read. With block_table, pages nest in chunks or have tokens that follow one another in memory.
+    Not with attn_bias, block_mask, or the dropout mask of return_attn_probs.
 - `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
     natural logarithm of the softmax's denominator, which `merge_attn_states` needs.
 - `backend`: "auto", or the name of the only backend to use (`fastattention info` lists them).
@@ -79,15 +84,17 @@ from torch import Tensor
 from fastattention.attention.function import attention_function
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
-from fastattention.attention.sequence_parts import used_parts
+from fastattention.attention.rows import as_rows
+from fastattention.attention.sequence_parts import Longest, sequence_parts
 from fastattention.attention.validation import KvCacheArguments
 from fastattention.attention.validation.block_masks import BlockSize, read_block_mask
 from fastattention.attention.validation.common import read_options
+from fastattention.attention.validation.prefill import check_dense_shapes
 from fastattention.engine.checks import read_flag, read_int, require_tensor, require_tensors
 from fastattention.engine.explain import Explanation
 from fastattention.engine.kinds import check_readable
 from fastattention.engine.operator import request_of
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:  # its import takes seconds
     from torch.nn.attention.flex_attention import BlockMask
@@ -109,6 +116,7 @@ def fast_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    attention_chunk: int = 0,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     block_mask: Tensor | BlockMask | None = None,
@@ -133,6 +141,16 @@ def fast_attn_func(
     Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
     (out, lse, S_dmask).
     """
+    if attention_chunk:
+        check_dense_shapes(Inputs(q, k, v))
+        rows_q, rows_k, rows_v = (as_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        *request, returned = fast_attn_varlen_func.request(
+            rows_q.rows, rows_k.rows, rows_v.rows, rows_q.cu_seqlens, rows_k.cu_seqlens, rows_q.longest, rows_k.longest,
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            attention_chunk=attention_chunk, attn_bias=attn_bias, sinks=sinks, block_mask=block_mask,
+            block_size=block_size, qk_dtype=qk_dtype, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+        return *request, lambda output: rows_q.back(returned(output))
     with_lse = return_lse or return_attn_probs
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
@@ -223,6 +241,7 @@ def fast_attn_varlen_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    attention_chunk: int = 0,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     block_mask: Tensor | None = None,
@@ -253,12 +272,15 @@ def fast_attn_varlen_func(
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
     results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
-    if seqused_q is not None or seqused_k is not None:
-        parts = used_parts(Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table), seqused_q, seqused_k)
-        cu_seqlens_q, cu_seqlens_k, block_table, per_sequence = parts
+    sequences = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    if attention_chunk:
+        attention_chunk = _read_chunk(attention_chunk, attn_bias, block_mask, return_attn_probs and bool(dropout_p))
+    if seqused_q is not None or seqused_k is not None or attention_chunk:
+        parts = sequence_parts(sequences, Longest(max_seqlen_q, max_seqlen_k), seqused_q, seqused_k, attention_chunk)
+        sequences, (max_seqlen_q, max_seqlen_k), per_sequence = parts
         alibi_slopes, block_mask = parts.of_each(alibi_slopes, 2), parts.of_each(block_mask, 4)
         results = functools.partial(_of_first_parts, per_sequence, results)
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    require_tensors(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
     with_lse = return_lse or return_attn_probs
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
@@ -270,9 +292,7 @@ def fast_attn_varlen_func(
     if block_mask is not None or block_size is not None:
         block_mask, options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
     seed = _dropout_seed(q) if options.dropout_p else None
-    given = Inputs(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed, block_mask
-    )  # fmt: skip
+    given = Inputs(*sequences[:6], alibi_slopes, attn_bias, sinks, seed, block_mask)
     return ATTENTION, given, options, backend, results
 
 
@@ -464,6 +484,22 @@ def _out_and_lse(result: AttentionOutput) -> tuple[Tensor, Tensor | None]:
 
 def _out_lse_and_mask(result: AttentionOutput) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return result.out, result.lse, result.dropout_mask
+
+
+def _read_chunk(attention_chunk: object, attn_bias: object, block_mask: object, returns_mask: bool) -> int:
+    """attention_chunk as an int. Raises UnsupportedError for what counts keys from the start of a sequence."""
+    chunk = read_int("attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ArgumentError(f"attention_chunk={chunk} must be at least 0 (0 turns it off)")
+    others = {
+        "attn_bias": attn_bias is not None,
+        "block_mask": block_mask is not None,
+        "return_attn_probs with dropout": returns_mask,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise UnsupportedError(f"{name} is not served with attention_chunk={chunk}: each chunk has keys of its own")
+    return chunk
 
 
 def _of_first_parts(per_sequence: int, results: Callable[[AttentionOutput], Any], result: AttentionOutput) -> Any:

@@ -303,6 +303,36 @@ def test_flash3_cache_call_with_ragged_queries_and_even_keys(ragged: Ragged) -> 
     assert_same((given,), (out[:1],))
 
 
+def test_flash3_cache_call_with_chunks(ragged: Ragged) -> None:
+    """After the append sequences have 9 and 2 tokens. Their last ones see the tokens from 5 and from 0 on."""
+    q = draw(2, 1, 4, 16)
+    new = [torch.stack((x[:2], x[2:4])) for x in (ragged.k, ragged.v)]
+    given = flash3.flash_attn_with_kvcache(
+        q, *ragged.caches, *new, cache_seqlens=int32(7, 0), causal=True, attention_chunk=5, return_softmax_lse=True,
+        page_table=TABLE if ragged.is_paged else None,
+    )  # fmt: skip
+    cached = [draw(7, 2, 16, seed=seed)[5:] for seed in range(2)]
+    first = expected(q[:1], *(torch.cat((old, x[0]))[None] for old, x in zip(cached, new, strict=True)))
+    second = expected(q[1:], *(x[1:] for x in new))
+    assert_same(given, tuple(torch.cat(both) for both in zip(first, second, strict=True)))
+
+
+def test_flash3_calls_with_chunks() -> None:
+    q, k, v = qkv()
+    options: dict[str, Any] = {"causal": True, "attention_chunk": 4}
+    out, lse = fast_attn_func(q, k, v, return_lse=True, **options)
+    assert not torch.equal(out, fast_attn_func(q, k, v, causal=True))
+    assert_same(flash3.flash_attn_func(q, k, v, return_attn_probs=True, **options), (out, lse))
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    assert_same(
+        (flash3.flash_attn_varlen_func(*rows, offsets(5, 5), offsets(9, 9), 5, 9, **options),), (out.flatten(0, 1),)
+    )
+    packed = torch.stack((q, q, q), 2)
+    assert_same((flash3.flash_attn_qkvpacked_func(packed, **options),), (fast_attn_func(q, q, q, **options),))
+    assert_same((flash3.flash_attn_qkvpacked_func(packed.flatten(2, 3), num_heads_q=4, **options),),
+                (fast_attn_func(q, q, q, **options),))  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

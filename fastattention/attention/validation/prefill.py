@@ -121,6 +121,11 @@ def _check_varlen_shapes(s: _Specs) -> None:
             raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
 
 
+def check_dense_shapes(given: Inputs) -> None:
+    """Checks q, k and v of a dense call from shapes, dtypes and devices alone."""
+    _check_dense_shapes(*(spec_of(name, getattr(given, name)) for name in "qkv"))
+
+
 def _check_dense_shapes(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
     check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")

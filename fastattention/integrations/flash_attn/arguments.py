@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
-from fastattention.engine.checks import check_like_q, check_rank, check_shape, spec_of
+from fastattention.engine.checks import check_like_q, check_shape, spec_of
 from fastattention.errors import UnsupportedError
 
 _MODS = "kernels here take no functions of scores; fast_attn_func has attn_bias, which is added to the scores"
 _BLOCKS = "give a bool block_mask to fast_attn_func or fast_attn_varlen_func"
-_ROTATED = "rotary embedding starts at cache_seqlens here; rotate q and k before the call"
+_RAGGED = "with cu_seqlens_q, cu_seqlens_k_new or attention_chunk "
 
 # Arguments that change results and are not served -> what to do.
 _REFUSED = {
-    "rotary_seqlens": _ROTATED,
+    "rotary_seqlens": "rotary embedding starts at cache_seqlens here; rotate q and k before the call",
+    "rotary_cos": _RAGGED + "nothing is rotated; rotate q and k before the call",
+    "cache_leftpad": _RAGGED + "sequences begin at the first token of a row",
     "qv": "the cache would be copied in every call; give one cache (..., headdim_v + headdim) of values and keys, q as "
     "torch.cat((qv, q), -1) and v_cache as k_cache[..., :headdim_v] to fast_attn_with_kvcache",
     "score_mod": _MODS,
@@ -26,17 +26,14 @@ _REFUSED = {
     "aux_scalars": _MODS,
     "block_sparse_tensors": _BLOCKS,
     "block_sparse_tensors_bwd": _BLOCKS,
-    "attention_chunk": "give window_size, or one call for each chunk",
-    "rotary_cos": "with cu_seqlens_q or cu_seqlens_k_new kernels rotate nothing; rotate q and k before the call",
-    "cache_leftpad": "with cu_seqlens_q or cu_seqlens_k_new every sequence begins at the first token of its row",
     "gather_kv_indices": "kernels here select keys by block: " + _BLOCKS,
 }
 
 
 def refuse(**given: object) -> None:
-    """Raises UnsupportedError for the first argument that is not None, or 0."""
+    """Raises UnsupportedError for the first argument that is not None."""
     for name, value in given.items():
-        if not (value is None or (isinstance(value, int) and value == 0)):
+        if value is not None:
             raise UnsupportedError(f"{name} is not served: {_REFUSED[name]}")
 
 
@@ -63,37 +60,3 @@ def with_values_in_keys(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Te
     check_shape("qv", specs[2][1], (*q.shape[:-1], headdim_v), "as q, with headdim_v")
     keys = torch.cat((v, k), dim=-1)
     return torch.cat((qv, q), dim=-1), keys, keys[..., :headdim_v]
-
-
-class Rows(NamedTuple):
-    """Tokens of a varlen batch, or those of a batch of one length, concatenated."""
-
-    rows: Tensor  # (total, heads, headdim)
-    cu_seqlens: Tensor  # int32 (batch_size + 1,)
-    longest: int  # a bound of the longest sequence: finding it would synchronize
-    batch: torch.Size | None  # (batch_size, seqlen) of a batch of one length
-
-    def back(self, result: Any) -> Any:
-        """Out, or (out, lse), of these queries in the layout in which they were given."""
-        if self.batch is None:
-            return result
-        if isinstance(result, Tensor):
-            return result.view(*self.batch, *result.shape[1:])
-        out, lse = result
-        return self.back(out), lse.view(-1, *self.batch).transpose(0, 1)
-
-
-def as_rows(name: str, tensor: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> Rows:
-    """Tokens as varlen calls take them.
-
-    - `tensor`: (total, heads, headdim), or without cu_seqlens (batch_size, seqlen, heads, headdim)
-    - `longest`: length of the longest sequence of cu_seqlens; None takes the total
-    """
-    spec = spec_of(name, tensor)
-    if cu_seqlens is not None:
-        check_rank(name, spec, "total, heads, headdim")
-        return Rows(tensor, cu_seqlens, spec.shape[0] if longest is None else longest, None)
-    check_rank(name, spec, "batch_size, seqlen, heads, headdim")
-    batch_size, seqlen = batch = spec.shape[:2]
-    cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=spec.device) * seqlen
-    return Rows(tensor.flatten(0, 1), cu_seqlens, seqlen, batch)

@@ -52,13 +52,12 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`fast_attn_func`. Returns out, or with return_attn_probs (out, lse)."""
-    refuse(attention_chunk=attention_chunk)
     refuse_float8(q)
     if qv is not None:
         q, k, v = with_values_in_keys(q, k, v, qv)
     return fast_attn_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        deterministic=deterministic, return_lse=return_attn_probs,
+        deterministic=deterministic, attention_chunk=attention_chunk, return_lse=return_attn_probs,
     )  # fmt: skip
 
 
@@ -88,14 +87,13 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`fast_attn_varlen_func`. Returns out, or with return_attn_probs (out, lse)."""
-    refuse(attention_chunk=attention_chunk)
     refuse_float8(q)
     if qv is not None:
         q, k, v = with_values_in_keys(q, k, v, qv)
     return fast_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic, return_lse=return_attn_probs,
-        seqused_q=seqused_q, seqused_k=seqused_k,
+        seqused_q=seqused_q, seqused_k=seqused_k, attention_chunk=attention_chunk,
     )  # fmt: skip
 
 
@@ -126,11 +124,10 @@ def flash_attn_qkvpacked_func(
             *_split_heads(qkv, num_heads_q), softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
             attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
         )  # fmt: skip
-    refuse(attention_chunk=attention_chunk)
     refuse_float8(qkv)
     return fast_attn_qkvpacked_func(
         qkv, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        deterministic=deterministic, return_lse=return_attn_probs,
+        deterministic=deterministic, attention_chunk=attention_chunk, return_lse=return_attn_probs,
     )  # fmt: skip
 
 
@@ -183,20 +180,20 @@ def flash_attn_with_kvcache(
     - `q`: (batch_size, seqlen_q, nheads, headdim), or with cu_seqlens_q (total_q, nheads, headdim)
     - `k`, `v`: (batch_size, seqlen_new, nheads_k, headdim), or with cu_seqlens_k_new (total_new, nheads_k, headdim)
 
-    With cu_seqlens_q or cu_seqlens_k_new, one call appends and a call of `fast_attn_varlen_func` attends. Then
-    rotary_cos and cache_leftpad are refused, and cu_seqlens_k_new must end at the rows of k.
+    With cu_seqlens_q, cu_seqlens_k_new or attention_chunk, one call appends and a call of `fast_attn_varlen_func`
+    attends. Then rotary_cos and cache_leftpad are refused, and cu_seqlens_k_new must end at the rows of k.
 
     Returns out, or with return_softmax_lse (out, lse). FlashAttention-3 returns two more tensors then, which its
     documentation does not name: partial results of split-KV.
     """
-    refuse(attention_chunk=attention_chunk, qv=qv, rotary_seqlens=rotary_seqlens)
+    refuse(qv=qv, rotary_seqlens=rotary_seqlens)
     refuse_float8(q)
-    if cu_seqlens_q is not None or cu_seqlens_k_new is not None:
+    if cu_seqlens_q is not None or cu_seqlens_k_new is not None or attention_chunk:
         refuse(rotary_cos=rotary_cos, cache_leftpad=cache_leftpad)
         return attend_to_ragged_cache(
             q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, cu_seqlens_q, cu_seqlens_k_new,
             max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            return_lse=return_softmax_lse,
+            attention_chunk=attention_chunk, return_lse=return_softmax_lse,
         )  # fmt: skip
     return fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,

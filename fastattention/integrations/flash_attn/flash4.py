@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from fastattention.attention.interface import fast_attn_func, fast_attn_varlen_func
+from fastattention.attention.rows import as_rows
 from fastattention.engine.checks import check_rank, read_int, require_tensor, spec_of
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.integrations.flash_attn.arguments import as_rows, refuse, refuse_float8, with_values_in_keys
+from fastattention.integrations.flash_attn.arguments import refuse, refuse_float8, with_values_in_keys
 
 Window = Sequence[int | None]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.interface import fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.attention.rows import Rows, as_rows
 from fastattention.attention.validation import lengths
 from fastattention.engine.checks import check_index, check_rank, read_int, spec_of
 from fastattention.engine.eager import runs_eagerly
 from fastattention.errors import ArgumentError
-from fastattention.integrations.flash_attn.arguments import Rows, as_rows
 
 
 def attend_to_ragged_cache(

@@ -226,7 +226,7 @@ def fast_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -262,8 +262,8 @@ def fast_attn_varlen_func(
         read.
     - `seqused_q`, `seqused_k`: int32 (batch_size,), how many tokens of each sequence are used, from its first on; None
         is all. The mask is aligned to the used ones. Unused queries are rows without keys. Unused keys and values are
-        not read. All of them have gradient 0. max_seqlen_q and max_seqlen_k count unused tokens too. With block_table
-        and seqused_k, cu_seqlens_k may be None.
+        not read. All of them have gradient 0. max_seqlen_q and max_seqlen_k count unused tokens too. cu_seqlens_k
+        may be left out with block_table and seqused_k, as vLLM does.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`, aligned to the bottom right of each sequence.
 
     The other arguments, the mask (aligned per sequence) and the errors are those that all functions share

@@ -277,6 +277,20 @@ def test_flash3_cache_call_with_ragged_queries_and_keys(ragged: Ragged) -> None:
     assert_same(again, (out[[1, 2, 3, 0]], lse[:, [1, 2, 3, 0]]))
 
 
+@pytest.mark.parametrize("ragged", ["pages"], indirect=True)
+def test_flash3_ragged_cache_call_reads_no_lengths(ragged: Ragged) -> None:
+    """It is one graph for torch.compile, which nothing that waits for values could be."""
+    copies = [cache.clone() for cache in ragged.caches]
+    arguments: dict[str, Any] = {
+        "cache_seqlens": int32(7, 0), "cu_seqlens_q": offsets(1, 3), "cu_seqlens_k_new": offsets(2, 4),
+        "max_seqlen_q": 3, "causal": True, "page_table": TABLE, "attention_chunk": 5,
+    }  # fmt: skip
+    compiled = torch.compile(flash3.flash_attn_with_kvcache, backend="eager", fullgraph=True)
+    out = compiled(ragged.q, *copies, ragged.k, ragged.v, **arguments)
+    assert torch.equal(out, flash3.flash_attn_with_kvcache(ragged.q, *ragged.caches, ragged.k, ragged.v, **arguments))
+    assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(ragged.caches, copies, strict=True))
+
+
 def test_flash3_cache_call_with_ragged_keys_alone(ragged: Ragged) -> None:
     """Queries in a batch of one length come back in it."""
     arguments: dict[str, Any] = {

@@ -62,7 +62,8 @@ def in_pages(call: dict[str, Any], page_block_size: int) -> dict[str, Any]:
             places = (row[:, None] * page_block_size + torch.arange(page_block_size)).flatten()
             memory[places[: len(rows)]] = rows
         pages[name] = memory.unflatten(0, (-1, page_block_size))
-    return call | pages | {"cu_seqlens_k": None, "block_table": table.int()}
+    lengths = {name: tensor for name, tensor in call.items() if name != "cu_seqlens_k"}
+    return lengths | pages | {"block_table": table.int()}
 
 
 def reference(call: dict[str, Any], options: Options, **scores: Any) -> AttentionOutput:

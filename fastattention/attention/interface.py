@@ -47,7 +47,7 @@ Shared arguments beyond flash-attn's, keyword-only:
     sees. Then each query, and each 64 keys of a head, are rounded to multiples of their largest element / 127. Values
     and weights stay as they are. On CPUs with VNNI or AMX, and GPUs from Turing on; without gradients.
     docs/internals/numerics.md has the errors.
-- `attention_chunk`: of dense and varlen calls, as in Llama 4. Positions are divided into chunks of that many, and a
+- `attention_chunk`: as in Llama 4. Positions are divided into chunks of that many, and a
     query sees only keys of its own chunk, within the other masks. Query i is at position i + seqlen_k - seqlen_q, and
     key j at j; queries before position 0 see no keys. 0 turns it off. Exact: the chunks become sequences of their own,
     so other keys are not read. With block_table, pages nest in chunks or have tokens that follow one another in memory.
@@ -84,6 +84,7 @@ from torch import Tensor
 from fastattention.attention.function import attention_function
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
+from fastattention.attention.ragged_cache import Appending, read_ragged_cache
 from fastattention.attention.rows import as_rows
 from fastattention.attention.sequence_parts import Longest, sequence_parts
 from fastattention.attention.validation import KvCacheArguments
@@ -382,6 +383,10 @@ def fast_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    attention_chunk: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     attn_bias: Tensor | None = None,
@@ -409,6 +414,10 @@ def fast_attn_with_kvcache(
         read.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`; the last query is the last token of the cache.
     - `num_splits`: parts the keys are split into in decoding (split-KV); 0 chooses.
+    - `cu_seqlens_q`: int32 (batch_size + 1,); q and the results are then those of `fast_attn_varlen_func`, q is
+        (total_q, nheads, headdim). `max_seqlen_q` is the longest of its lengths, or a bound; None takes total_q.
+    - `cu_seqlens_k_new`: int32 (batch_size + 1,); k and v are then (total_new, nheads_k, headdim), and sequences append
+        different numbers of tokens.
     - `k_scale`, `v_scale`: float32, shaped as the caches without their last axis, any strides: the scales of quantized
         caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale.
 
@@ -424,6 +433,10 @@ def fast_attn_with_kvcache(
     **Quantized caches.** Appended tokens are quantized after rotary embedding, and their scales are written in place:
     amax / 127 (int8) or amax / 448 (float8), where amax is the largest |element| of the token in that head. A token
     with an element that is not finite gets scale NaN.
+
+    **Ragged calls.** With cu_seqlens_q, cu_seqlens_k_new or attention_chunk, one call appends, and a call of
+    `fast_attn_varlen_func` over the pages attends. A cache of rows is read as one page a row. Such calls take no
+    rotary tables, cache_leftpad, attn_bias or scales.
 
     **Errors.** When an error is raised, the caches are as they were. A sequence whose cache has no room for the append
     is an error on the CPU. On a GPU only the device knows the lengths: the cache is left as it was, and out and lse of
@@ -443,6 +456,16 @@ def fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
+    if cu_seqlens_q is not None or cu_seqlens_k_new is not None or attention_chunk:
+        cache = read_ragged_cache(arguments, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
+        operator, *request, returned = fast_attn_varlen_func.request(
+            cache.queries.rows, k_cache, v_cache, cache.queries.cu_seqlens, None, cache.queries.longest, cache.capacity,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, block_table=cache.pages, seqused_k=cache.used, attention_chunk=attention_chunk,
+            sinks=sinks, return_lse=with_lse, backend=backend,
+        )  # fmt: skip
+        served = operator if k is None else Appending(operator, cache)
+        return served, *request, lambda output: cache.queries.back(returned(output))
     return ATTENTION_KVCACHE, arguments, options, backend, _out_and_lse if with_lse else _out_alone
 
 

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -221,114 +221,17 @@ def test_flash3_cache_call_appends_rotates_and_attends() -> None:
 TABLE = int32([4, 1, 3], [0, 5, 2])
 
 
-class Ragged(NamedTuple):
-    """Two sequences of 7 and 0 cached tokens, to which 2 and 4 are appended, with 1 and 3 queries."""
-
-    q: Tensor  # (4, 4, 16)
-    k: Tensor  # (6, 2, 16)
-    v: Tensor
-    caches: list[Tensor]  # pages, or rows of 12 tokens
-
-    def reference(self, causal: bool = True) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out, lse and the caches after the call, from calls of one sequence each."""
-        after = [cache.clone() for cache in self.caches]
-        results = []
-        for index, (queries, new, held) in enumerate(((slice(0, 1), slice(0, 2), 7), (slice(1, 4), slice(2, 6), 0))):
-            pages = {"block_table": TABLE[index : index + 1]} if self.is_paged else {"cache_batch_idx": int32(index)}
-            results.append(fast_attn_with_kvcache(
-                self.q[None, queries], *after, self.k[None, new], self.v[None, new], cache_seqlens=held, causal=causal,
-                return_lse=True, **pages,
-            ))  # fmt: skip
-        outs, lses = zip(*results, strict=True)
-        return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0], after
-
-    @property
-    def is_paged(self) -> bool:
-        return self.caches[0].shape[1] == 4
-
-
-@pytest.fixture(params=["rows", "pages"])
-def ragged(request: pytest.FixtureRequest) -> Ragged:
-    shape = (6, 4, 2, 16) if request.param == "pages" else (2, 12, 2, 16)
-    caches = [torch.full(shape, torch.nan) for _ in range(2)]
-    for seed, cache in enumerate(caches):
-        for page, tokens in ((4, slice(0, 4)), (1, slice(4, 7))) if request.param == "pages" else ((0, slice(0, 7)),):
-            cache[page, : tokens.stop - tokens.start] = draw(7, 2, 16, seed=seed)[tokens]
-    return Ragged(draw(4, 4, 16), draw(6, 2, 16), draw(6, 2, 16, seed=1), caches)
-
-
-def test_flash3_cache_call_with_ragged_queries_and_keys(ragged: Ragged) -> None:
-    out, lse, after = ragged.reference()
-    given = flash3.flash_attn_with_kvcache(
-        ragged.q, *ragged.caches, ragged.k, ragged.v, cache_seqlens=int32(7, 0), cu_seqlens_q=offsets(1, 3),
-        cu_seqlens_k_new=offsets(2, 4), max_seqlen_q=3, causal=True, return_softmax_lse=True,
-        page_table=TABLE if ragged.is_paged else None,
-    )  # fmt: skip
-    assert_same(given, (out, lse))
-    for written, wanted in zip(ragged.caches, after, strict=True):
-        assert torch.equal(written.nan_to_num(7.0), wanted.nan_to_num(7.0))
-    # The same cache without an append, in another order of its rows.
-    q, rows = ragged.q[[1, 2, 3, 0]], int32(1, 0)
-    where = {"page_table": TABLE[rows.long()]} if ragged.is_paged else {"cache_batch_idx": rows}
-    again = flash3.flash_attn_with_kvcache(
-        q, *ragged.caches, cache_seqlens=int32(4, 9), cu_seqlens_q=offsets(3, 1), causal=True, return_softmax_lse=True,
-        **where,
-    )  # fmt: skip
-    assert_same(again, (out[[1, 2, 3, 0]], lse[:, [1, 2, 3, 0]]))
-
-
-@pytest.mark.parametrize("ragged", ["pages"], indirect=True)
-def test_flash3_ragged_cache_call_reads_no_lengths(ragged: Ragged) -> None:
-    """It is one graph for torch.compile, which nothing that waits for values could be."""
-    copies = [cache.clone() for cache in ragged.caches]
+def test_flash3_cache_call_takes_ragged_tokens_and_chunks() -> None:
+    q, k, v = draw(4, 4, 16), draw(6, 2, 16), draw(6, 2, 16, seed=1)
+    caches = [draw(6, 4, 2, 16), draw(6, 4, 2, 16, seed=1)]
+    copies = [cache.clone() for cache in caches]
     arguments: dict[str, Any] = {
         "cache_seqlens": int32(7, 0), "cu_seqlens_q": offsets(1, 3), "cu_seqlens_k_new": offsets(2, 4),
-        "max_seqlen_q": 3, "causal": True, "page_table": TABLE, "attention_chunk": 5,
+        "max_seqlen_q": 3, "causal": True, "attention_chunk": 5, "return_softmax_lse": True,
     }  # fmt: skip
-    compiled = torch.compile(flash3.flash_attn_with_kvcache, backend="eager", fullgraph=True)
-    out = compiled(ragged.q, *copies, ragged.k, ragged.v, **arguments)
-    assert torch.equal(out, flash3.flash_attn_with_kvcache(ragged.q, *ragged.caches, ragged.k, ragged.v, **arguments))
-    assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(ragged.caches, copies, strict=True))
-
-
-def test_flash3_cache_call_with_ragged_keys_alone(ragged: Ragged) -> None:
-    """Queries in a batch of one length come back in it."""
-    arguments: dict[str, Any] = {
-        "cache_seqlens": int32(7, 0), "cu_seqlens_k_new": offsets(2, 4), "causal": True,
-        "page_table": TABLE if ragged.is_paged else None,
-    }  # fmt: skip
-    q = draw(2, 2, 4, 16)
-    after = ragged.reference()[2]
-    where = {"block_table": TABLE} if ragged.is_paged else {}
-    wanted = fast_attn_with_kvcache(q, *after, cache_seqlens=int32(9, 4), causal=True, return_lse=True, **where)
-    given = flash3.flash_attn_with_kvcache(q, *ragged.caches, ragged.k, ragged.v, return_softmax_lse=True, **arguments)
-    assert_same(given, wanted)
-
-
-def test_flash3_cache_call_with_ragged_queries_and_even_keys(ragged: Ragged) -> None:
-    """The second sequence has keys but no query."""
-    out, _, _ = ragged.reference()
-    k, v = (torch.stack((x[:2], x[2:4])) for x in (ragged.k, ragged.v))
-    where = {"page_table": TABLE} if ragged.is_paged else {}
-    given = flash3.flash_attn_with_kvcache(
-        ragged.q[:1], *ragged.caches, k, v, cache_seqlens=int32(7, 0), cu_seqlens_q=offsets(1, 0), max_seqlen_q=1,
-        causal=True, **where,
-    )  # fmt: skip
-    assert_same((given,), (out[:1],))
-
-
-def test_flash3_cache_call_with_chunks(ragged: Ragged) -> None:
-    """After the append sequences have 9 and 2 tokens. Their last ones see the tokens from 5 and from 0 on."""
-    q = draw(2, 1, 4, 16)
-    new = [torch.stack((x[:2], x[2:4])) for x in (ragged.k, ragged.v)]
-    given = flash3.flash_attn_with_kvcache(
-        q, *ragged.caches, *new, cache_seqlens=int32(7, 0), causal=True, attention_chunk=5, return_softmax_lse=True,
-        page_table=TABLE if ragged.is_paged else None,
-    )  # fmt: skip
-    cached = [draw(7, 2, 16, seed=seed)[5:] for seed in range(2)]
-    first = expected(q[:1], *(torch.cat((old, x[0]))[None] for old, x in zip(cached, new, strict=True)))
-    second = expected(q[1:], *(x[1:] for x in new))
-    assert_same(given, tuple(torch.cat(both) for both in zip(first, second, strict=True)))
+    wanted = fast_attn_with_kvcache(q, *copies, k, v, block_table=TABLE, **arguments)
+    given = flash3.flash_attn_with_kvcache(q, *caches, k, v, page_table=TABLE, **arguments)
+    assert_same((*given, *caches), (*wanted, *copies))
 
 
 def test_flash3_calls_with_chunks() -> None:
@@ -345,37 +248,6 @@ def test_flash3_calls_with_chunks() -> None:
     assert_same((flash3.flash_attn_qkvpacked_func(packed, **options),), (fast_attn_func(q, q, q, **options),))
     assert_same((flash3.flash_attn_qkvpacked_func(packed.flatten(2, 3), num_heads_q=4, **options),),
                 (fast_attn_func(q, q, q, **options),))  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"cache_seqlens": int32(11, 0)}, r"cache_seqlens\[0\]=11 must be 0 to 10"),
-        ({"cache_seqlens": int32(7)}, "cache_seqlens must be"),
-        ({"cache_seqlens": None}, "k, v and cache_seqlens must be given together"),
-        ({"v": None}, "k, v and cache_seqlens must be given together"),
-        ({"cu_seqlens_k_new": offsets(2, 3)}, "cu_seqlens_k_new must end at the number of tokens, 6"),
-        ({"cu_seqlens_k_new": offsets(6)}, "cu_seqlens_k_new must be"),
-        ({"cu_seqlens_q": offsets(1, 2)}, "cu_seqlens_q must end at the number of tokens, 4"),
-        ({"k": draw(6, 2, 16).half()}, "k has dtype"),
-        ({"v": draw(5, 2, 16)}, "v must be"),
-        ({"window_size": (-2, 0)}, "window_size"),
-        ({"page_table": int32([4, 6, 3], [0, 5, 2])}, "names page 6 for sequence 0"),
-        ({"page_table": int32([4, 1, 0], [0, 5, 2])}, "two appended tokens into slot 0 of page 0"),
-        ({"page_table": None}, "k_cache holds 6 sequences and q 2"),
-        ({"cache_batch_idx": int32(0, 1)}, "cannot be combined with page_table"),
-    ],
-)
-@pytest.mark.parametrize("ragged", ["pages"], indirect=True)
-def test_flash3_wrong_ragged_caches_are_left_alone(ragged: Ragged, changes: dict[str, Any], says: str) -> None:
-    before = [cache.clone() for cache in ragged.caches]
-    good = {
-        "k": ragged.k, "v": ragged.v, "page_table": TABLE, "cache_seqlens": int32(7, 0), "cu_seqlens_q": offsets(1, 3),
-        "cu_seqlens_k_new": offsets(2, 4), "max_seqlen_q": 3,
-    }  # fmt: skip
-    with pytest.raises(ArgumentError, match=says):
-        flash3.flash_attn_with_kvcache(ragged.q, *ragged.caches, **good | changes)
-    assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(ragged.caches, before, strict=True))
 
 
 @pytest.mark.parametrize("into", [None, torch.bfloat16], ids=["new", "given"])
@@ -474,9 +346,6 @@ def _kvcache(**arguments: Any) -> object:
 
 REFUSED: list[tuple[Callable[..., object], str, object]] = [
     *((_kvcache, name, torch.zeros(2)) for name in ("qv", "rotary_seqlens")),
-    *((lambda **one: _kvcache(cu_seqlens_q=offsets(5, 5), **one), name, torch.zeros(2)) for name in (
-        "rotary_cos", "cache_leftpad",
-    )),
     (lambda **one: flash4.flash_attn_varlen_func(*qkv(), page_table=TABLE, **one), "qv", torch.zeros(2)),
     *((lambda **one: flash4.flash_attn_func(*qkv(), **one), name, ()) for name in (
         "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",

@@ -8,11 +8,10 @@
     from flash_attn_interface import flash_attn_with_kvcache    # FlashAttention-3
     from flash_attn.cute import flash_attn_varlen_func          # FlashAttention-4
 
-flash2.py        FlashAttention-2: fastattention's functions take the same arguments in the same order
-flash3.py        FlashAttention-3's order of arguments
-flash4.py        FlashAttention-4's order of arguments
-ragged_cache.py  calls with a cache whose new queries or keys differ in number among sequences
-arguments.py     reads and refuses arguments of versions 3 and 4
+flash2.py    FlashAttention-2: fastattention's functions take the same arguments in the same order
+flash3.py    FlashAttention-3's order of arguments
+flash4.py    FlashAttention-4's order of arguments
+arguments.py reads and refuses arguments of versions 3 and 4
 
 Importing this package installs nothing. Code that looks for an installed distribution, such as "flash-attn", instead
 of importing the module does not find one; Transformers does so for attn_implementation="flash_attention_2". Use

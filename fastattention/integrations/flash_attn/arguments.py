@@ -10,13 +10,10 @@ from fastattention.errors import UnsupportedError
 
 _MODS = "kernels here take no functions of scores; fast_attn_func has attn_bias, which is added to the scores"
 _BLOCKS = "give a bool block_mask to fast_attn_func or fast_attn_varlen_func"
-_RAGGED = "with cu_seqlens_q, cu_seqlens_k_new or attention_chunk "
 
 # Arguments that change results and are not served -> what to do.
 _REFUSED = {
     "rotary_seqlens": "rotary embedding starts at cache_seqlens here; rotate q and k before the call",
-    "rotary_cos": _RAGGED + "nothing is rotated; rotate q and k before the call",
-    "cache_leftpad": _RAGGED + "sequences begin at the first token of a row",
     "qv": "the cache would be copied in every call; give one cache (..., headdim_v + headdim) of values and keys, q as "
     "torch.cat((qv, q), -1) and v_cache as k_cache[..., :headdim_v] to fast_attn_with_kvcache",
     "score_mod": _MODS,

@@ -29,7 +29,6 @@ from fastattention.attention.merge import merge_attn_states
 from fastattention.engine.checks import check_rank, check_shape, read_int, require_tensor, spec_of
 from fastattention.errors import ArgumentError
 from fastattention.integrations.flash_attn.arguments import refuse, refuse_float8, with_values_in_keys
-from fastattention.integrations.flash_attn.ragged_cache import attend_to_ragged_cache
 
 
 def flash_attn_func(
@@ -177,28 +176,16 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """`fast_attn_with_kvcache`, whose block_table is page_table.
 
-    - `q`: (batch_size, seqlen_q, nheads, headdim), or with cu_seqlens_q (total_q, nheads, headdim)
-    - `k`, `v`: (batch_size, seqlen_new, nheads_k, headdim), or with cu_seqlens_k_new (total_new, nheads_k, headdim)
-
-    With cu_seqlens_q, cu_seqlens_k_new or attention_chunk, one call appends and a call of `fast_attn_varlen_func`
-    attends. Then rotary_cos and cache_leftpad are refused, and cu_seqlens_k_new must end at the rows of k.
-
     Returns out, or with return_softmax_lse (out, lse). FlashAttention-3 returns two more tensors then, which its
     documentation does not name: partial results of split-KV.
     """
     refuse(qv=qv, rotary_seqlens=rotary_seqlens)
     refuse_float8(q)
-    if cu_seqlens_q is not None or cu_seqlens_k_new is not None or attention_chunk:
-        refuse(rotary_cos=rotary_cos, cache_leftpad=cache_leftpad)
-        return attend_to_ragged_cache(
-            q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, cu_seqlens_q, cu_seqlens_k_new,
-            max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            attention_chunk=attention_chunk, return_lse=return_softmax_lse,
-        )  # fmt: skip
     return fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits=num_splits,
-        return_softmax_lse=return_softmax_lse,
+        return_softmax_lse=return_softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=max_seqlen_q, attention_chunk=attention_chunk,
     )  # fmt: skip
 
 

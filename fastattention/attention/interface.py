@@ -414,10 +414,11 @@ def fast_attn_with_kvcache(
         read.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`; the last query is the last token of the cache.
     - `num_splits`: parts the keys are split into in decoding (split-KV); 0 chooses.
-    - `cu_seqlens_q`: int32 (batch_size + 1,); q and the results are then those of `fast_attn_varlen_func`, q is
-        (total_q, nheads, headdim). `max_seqlen_q` is the longest of its lengths, or a bound; None takes total_q.
-    - `cu_seqlens_k_new`: int32 (batch_size + 1,); k and v are then (total_new, nheads_k, headdim), and sequences append
-        different numbers of tokens.
+    - `cu_seqlens_q`: int32 (batch_size + 1,), offsets of a varlen batch of queries. Then q is (total_q, nheads,
+        headdim), and results are those of `fast_attn_varlen_func`. `max_seqlen_q` is the longest
+        sequence, or a bound; None takes total_q.
+    - `cu_seqlens_k_new`: int32 (batch_size + 1,), offsets of a varlen batch of new tokens, up to the rows of k. Then
+        k and v are (total_new, nheads_k, headdim or headdim_v).
     - `k_scale`, `v_scale`: float32, shaped as the caches without their last axis, any strides: the scales of quantized
         caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale.
 
@@ -434,9 +435,10 @@ def fast_attn_with_kvcache(
     amax / 127 (int8) or amax / 448 (float8), where amax is the largest |element| of the token in that head. A token
     with an element that is not finite gets scale NaN.
 
-    **Ragged calls.** With cu_seqlens_q, cu_seqlens_k_new or attention_chunk, one call appends, and a call of
-    `fast_attn_varlen_func` over the pages attends. A cache of rows is read as one page a row. Such calls take no
-    rotary tables, cache_leftpad, attn_bias or scales.
+    **Ragged calls.** With cu_seqlens_q, cu_seqlens_k_new or attention_chunk, one call appends, and then a call of
+    `fast_attn_varlen_func` over the pages attends, by `backend`. A cache of rows is read as one page a row. Such calls
+    take no rotary tables, cache_leftpad, attn_bias or scales. On a GPU, a sequence without room appends what fits, and
+    its results are undefined.
 
     **Errors.** When an error is raised, the caches are as they were. A sequence whose cache has no room for the append
     is an error on the CPU. On a GPU only the device knows the lengths: the cache is left as it was, and out and lse of

@@ -47,6 +47,11 @@ Shared arguments beyond flash-attn's, keyword-only:
     sees. Then each query, and each 64 keys of a head, are rounded to multiples of their largest element / 127. Values
     and weights stay as they are. On CPUs with VNNI or AMX, and GPUs from Turing on; without gradients.
     docs/internals/numerics.md has the errors.
+- `attention_chunk`: as in Llama 4. Positions are divided into chunks of that many, and a
+    query sees only keys of its own chunk, within the other masks. Query i is at position i + seqlen_k - seqlen_q, and
+    key j at j; queries before position 0 see no keys. 0 turns it off. Exact: the chunks become sequences of their own,
+    so other keys are not read. With block_table, pages nest in chunks or have tokens that follow one another in memory.
+    Not with attn_bias, block_mask, or the dropout mask of return_attn_probs.
 - `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
     natural logarithm of the softmax's denominator, which `merge_attn_states` needs.
 - `backend`: "auto", or the name of the only backend to use (`fastattention info` lists them).
@@ -69,6 +74,7 @@ every backend's reason when none can serve the call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,14 +85,18 @@ from fastattention.attention.function import attention_function
 from fastattention.attention.mask_tiles import PairMask
 from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
+from fastattention.attention.ragged_cache import Appending, read_ragged_cache
+from fastattention.attention.rows import as_rows
+from fastattention.attention.sequence_parts import Longest, sequence_parts
 from fastattention.attention.validation import KvCacheArguments
 from fastattention.attention.validation.block_masks import BlockSize, BlockTensors, read_block_mask
 from fastattention.attention.validation.common import read_options
+from fastattention.attention.validation.prefill import check_dense_shapes
 from fastattention.engine.checks import read_flag, read_int, require_tensor, require_tensors
 from fastattention.engine.explain import Explanation
 from fastattention.engine.kinds import check_readable
 from fastattention.engine.operator import request_of
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:  # its import takes seconds
     from torch.nn.attention.flex_attention import BlockMask
@@ -108,6 +118,7 @@ def fast_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    attention_chunk: int = 0,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     block_mask: Tensor | PairMask | BlockMask | None = None,
@@ -132,6 +143,16 @@ def fast_attn_func(
     Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
     (out, lse, S_dmask).
     """
+    if attention_chunk:
+        check_dense_shapes(Inputs(q, k, v))
+        rows_q, rows_k, rows_v = (as_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        *request, returned = fast_attn_varlen_func.request(
+            rows_q.rows, rows_k.rows, rows_v.rows, rows_q.cu_seqlens, rows_k.cu_seqlens, rows_q.longest, rows_k.longest,
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            attention_chunk=attention_chunk, attn_bias=attn_bias, sinks=sinks, block_mask=block_mask,
+            block_size=block_size, qk_dtype=qk_dtype, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+        return *request, lambda output: rows_q.back(returned(output))
     with_lse = return_lse or return_attn_probs
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
@@ -207,7 +228,7 @@ def fast_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -220,6 +241,9 @@ def fast_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    attention_chunk: int = 0,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     block_mask: Tensor | None = None,
@@ -238,6 +262,10 @@ def fast_attn_varlen_func(
     - `max_seqlen_q`, `max_seqlen_k`: lengths of the longest sequences. None derives them, which synchronizes on a GPU.
     - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
         read.
+    - `seqused_q`, `seqused_k`: int32 (batch_size,), how many tokens of each sequence are used, from its first on; None
+        is all. The mask is aligned to the used ones. Unused queries are rows without keys. Unused keys and values are
+        not read. All of them have gradient 0. max_seqlen_q and max_seqlen_k count unused tokens too. cu_seqlens_k
+        may be left out with block_table and seqused_k, as vLLM does.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`, aligned to the bottom right of each sequence.
 
     The other arguments, the mask (aligned per sequence) and the errors are those that all functions share
@@ -245,7 +273,16 @@ def fast_attn_varlen_func(
 
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
+    sequences = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    if attention_chunk:
+        attention_chunk = _read_chunk(attention_chunk, attn_bias, block_mask, return_attn_probs and bool(dropout_p))
+    if seqused_q is not None or seqused_k is not None or attention_chunk:
+        parts = sequence_parts(sequences, Longest(max_seqlen_q, max_seqlen_k), seqused_q, seqused_k, attention_chunk)
+        sequences, (max_seqlen_q, max_seqlen_k), per_sequence = parts
+        alibi_slopes, block_mask = parts.of_each(alibi_slopes, 2), parts.of_each(block_mask, 4)
+        results = functools.partial(_of_first_parts, per_sequence, results)
+    require_tensors(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
     with_lse = return_lse or return_attn_probs
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
@@ -257,10 +294,7 @@ def fast_attn_varlen_func(
     if block_mask is not None or block_size is not None:
         (block_mask, *_), options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
     seed = _dropout_seed(q) if options.dropout_p else None
-    given = Inputs(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed, block_mask
-    )  # fmt: skip
-    results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
+    given = Inputs(*sequences[:6], alibi_slopes, attn_bias, sinks, seed, block_mask)
     return ATTENTION, given, options, backend, results
 
 
@@ -350,6 +384,10 @@ def fast_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    attention_chunk: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     attn_bias: Tensor | None = None,
@@ -377,6 +415,11 @@ def fast_attn_with_kvcache(
         read.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`; the last query is the last token of the cache.
     - `num_splits`: parts the keys are split into in decoding (split-KV); 0 chooses.
+    - `cu_seqlens_q`: int32 (batch_size + 1,), offsets of a varlen batch of queries. Then q is (total_q, nheads,
+        headdim), and results are those of `fast_attn_varlen_func`. `max_seqlen_q` is the longest
+        sequence, or a bound; None takes total_q.
+    - `cu_seqlens_k_new`: int32 (batch_size + 1,), offsets of a varlen batch of new tokens, up to the rows of k. Then
+        k and v are (total_new, nheads_k, headdim or headdim_v).
     - `k_scale`, `v_scale`: float32, shaped as the caches without their last axis, any strides: the scales of quantized
         caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale.
 
@@ -392,6 +435,11 @@ def fast_attn_with_kvcache(
     **Quantized caches.** Appended tokens are quantized after rotary embedding, and their scales are written in place:
     amax / 127 (int8) or amax / 448 (float8), where amax is the largest |element| of the token in that head. A token
     with an element that is not finite gets scale NaN.
+
+    **Ragged calls.** With cu_seqlens_q, cu_seqlens_k_new or attention_chunk, one call appends, and then a call of
+    `fast_attn_varlen_func` over the pages attends, by `backend`. A cache of rows is read as one page a row. Such calls
+    take no rotary tables, cache_leftpad, attn_bias or scales. On a GPU, a sequence without room appends what fits, and
+    its results are undefined.
 
     **Errors.** When an error is raised, the caches are as they were. A sequence whose cache has no room for the append
     is an error on the CPU. On a GPU only the device knows the lengths: the cache is left as it was, and out and lse of
@@ -411,6 +459,16 @@ def fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
+    if cu_seqlens_q is not None or cu_seqlens_k_new is not None or attention_chunk:
+        cache = read_ragged_cache(arguments, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
+        operator, *request, returned = fast_attn_varlen_func.request(
+            cache.queries.rows, k_cache, v_cache, cache.queries.cu_seqlens, None, cache.queries.longest, cache.capacity,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, block_table=cache.pages, seqused_k=cache.used, attention_chunk=attention_chunk,
+            sinks=sinks, return_lse=with_lse, backend=backend,
+        )  # fmt: skip
+        served = operator if k is None else Appending(operator, cache)
+        return served, *request, lambda output: cache.queries.back(returned(output))
     return ATTENTION_KVCACHE, arguments, options, backend, _out_and_lse if with_lse else _out_alone
 
 
@@ -452,6 +510,28 @@ def _out_and_lse(result: AttentionOutput) -> tuple[Tensor, Tensor | None]:
 
 def _out_lse_and_mask(result: AttentionOutput) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return result.out, result.lse, result.dropout_mask
+
+
+def _read_chunk(attention_chunk: object, attn_bias: object, block_mask: object, returns_mask: bool) -> int:
+    """attention_chunk as an int. Raises UnsupportedError for what counts keys from the start of a sequence."""
+    chunk = read_int("attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ArgumentError(f"attention_chunk={chunk} must be at least 0 (0 turns it off)")
+    others = {
+        "attn_bias": attn_bias is not None,
+        "block_mask": block_mask is not None,
+        "return_attn_probs with dropout": returns_mask,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise UnsupportedError(f"{name} is not served with attention_chunk={chunk}: each chunk has keys of its own")
+    return chunk
+
+
+def _of_first_parts(per_sequence: int, results: Callable[[AttentionOutput], Any], result: AttentionOutput) -> Any:
+    """`results` of a call whose sequences are `per_sequence` parts of each given one, used tokens first."""
+    mask = result.dropout_mask
+    return results(result if mask is None else result._replace(dropout_mask=mask[::per_sequence]))
 
 
 def _unstack(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:

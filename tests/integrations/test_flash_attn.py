@@ -91,17 +91,19 @@ def test_installing_twice_and_uninstalling() -> None:
     assert sys.modules["flash_attn"] is first
     drop_in.uninstall()
     drop_in.uninstall()
-    assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
+    assert not [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]
 
 
-def test_another_flash_attn_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ModuleType("flash_attn")
-    real.__file__ = "site-packages/flash_attn/__init__.py"
-    monkeypatch.setitem(sys.modules, "flash_attn", real)
-    with pytest.raises(FastAttentionError, match="already imported, from site-packages/flash_attn"):
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
+def test_another_flash_attn_is_not_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModuleType(name)
+    real.__file__ = f"site-packages/{name}.py"
+    monkeypatch.setitem(sys.modules, name, real)
+    with pytest.raises(FastAttentionError, match=f"^{name} is already imported, from site-packages/{name}"):
         drop_in.install()
     drop_in.uninstall()
-    assert sys.modules["flash_attn"] is real
+    assert sys.modules[name] is real
+    assert {"flash_attn", "flash_attn_interface"} & set(sys.modules) == {name}
 
 
 masks = st.integers(1, 4).flatmap(

@@ -94,6 +94,13 @@ def check_paged_lengths(name: str, seqlens: list[int], capacity: int) -> None:
             )
 
 
+def check_used(name: str, used: list[int], seqlens: list[int]) -> None:
+    """Raises unless every sequence has as many tokens as it uses."""
+    for index, (count, length) in enumerate(zip(used, seqlens, strict=True)):
+        if not 0 <= count <= length:
+            raise ArgumentError(f"{name}[{index}]={count} must be 0 to {length}, the tokens of that sequence")
+
+
 def check_range(name: str, values: list[int], low: int, high: int, what: str) -> None:
     """Raises unless low <= value <= high for every value."""
     for index, value in enumerate(values):

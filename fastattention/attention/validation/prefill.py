@@ -63,8 +63,7 @@ def prepare_prefill(given: Inputs, options: Options) -> tuple[Problem, Inputs]:
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if varlen else ("q", "k", "v")
     try:
         require_tensors(**{name: getattr(given, name) for name in required})
-        tensors = [(name, getattr(given, name)) for name in _Specs._fields]
-        specs = _Specs(*(None if x is None else spec_of(name, x) for name, x in tensors))  # type: ignore[arg-type]
+        specs = _specs(given)
         longest = None
         if varlen:
             _check_varlen_shapes(specs)
@@ -86,6 +85,17 @@ class _Specs(NamedTuple):
     block_mask: TensorSpec | None
     tile_index: TensorSpec | None
     tile_bits: TensorSpec | None
+
+
+def _specs(given: Inputs) -> _Specs:
+    tensors = [(name, getattr(given, name)) for name in _Specs._fields]
+    return _Specs(*(None if x is None else spec_of(name, x) for name, x in tensors))  # type: ignore[arg-type]
+
+
+def check_varlen_shapes(given: Inputs) -> None:
+    """Checks the tensors of a varlen call from shapes, dtypes and devices alone."""
+    require_tensors(q=given.q, k=given.k, v=given.v, cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k)
+    _check_varlen_shapes(_specs(given))
 
 
 def _check_varlen_shapes(s: _Specs) -> None:
@@ -111,6 +121,11 @@ def _check_varlen_shapes(s: _Specs) -> None:
         check_index("block_table", block_table, q, (batch_size, -1), "batch_size, max_blocks_per_seq")
         if k.shape[1] < 1:
             raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
+
+
+def check_dense_shapes(given: Inputs) -> None:
+    """Checks q, k and v of a dense call from shapes, dtypes and devices alone."""
+    _check_dense_shapes(*(spec_of(name, getattr(given, name)) for name in "qkv"))
 
 
 def _check_dense_shapes(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:

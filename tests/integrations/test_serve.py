@@ -207,6 +207,54 @@ def test_an_end_token_ends_unless_it_is_ignored(served: Served) -> None:
     assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (8, "length")
 
 
+def test_a_stop_token_ends_and_is_shown_on_demand(served: Served) -> None:
+    """An end token is special: it has no text unless special tokens do."""
+    one, two, three, *_ = words(served.greedy(PROMPT)).split()
+    stop = {"stop_token_ids": [int(three[1:])]}
+    shown = {"include_stop_str_in_output": True}
+    end = {"logit_bias": {"2": 100}}
+    for expected, body in (
+        (f" {one} {two}", stop),
+        (f" {one} {two}", {**stop, "ignore_eos": True}),
+        (f" {one} {two} {three}", {**stop, **shown}),
+        (f" {one} {two}", {"stop": two, **shown}),
+        ("", {**end, **shown}),
+        ("", {**end, "skip_special_tokens": False}),
+        (" </s>", {**end, **shown, "skip_special_tokens": False}),
+    ):
+        choice = served.complete(PROMPT, **body)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (expected, "stop"), body
+    assert served.text(PROMPT, **end, ignore_eos=True, skip_special_tokens=False) == " </s>" * 8
+
+
+def test_nothing_ends_an_answer_before_min_tokens(served: Served) -> None:
+    first, second, third, *_ = served.greedy(PROMPT)
+    found = served.complete(PROMPT, logit_bias={"2": 100}, min_tokens=3)
+    assert found["usage"]["completion_tokens"] == 4
+    assert not {"</s>", f"t{third}"} & set(served.text(PROMPT, stop_token_ids=[third], min_tokens=8).split())
+    found = served.complete(PROMPT, stop=[f"t{first}", f"t{third}"], min_tokens=2)["choices"][0]
+    assert (found["text"], found["finish_reason"]) == (f" t{first} t{second} ", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_echo_of_the_prompt_comes_before_the_answer(served: Served, stream: bool) -> None:
+    def texts(**body: Any) -> list[str]:
+        reply = served.ask("/v1/completions", {"max_tokens": 3, "echo": True, "stream": stream, **body})
+        found: dict[int, str] = {}
+        for choice in (one for each in (reply.events if stream else [reply.json]) for one in each["choices"]):
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+            reason = choice["finish_reason"]
+        assert reason == "length"
+        return [found[index] for index in sorted(found)]
+
+    answer = words(served.greedy(PROMPT, 3))
+    assert texts(prompt=words(PROMPT)) == [f"{words(PROMPT)} {answer}"]
+    assert texts(prompt=[PROMPT, [1, 7]], n=2)[:2] == [f"{words(PROMPT)} {answer}"] * 2
+    assert texts(prompt=[[1, 7], PROMPT], max_tokens=0) == ["t7", words(PROMPT)]
+    assert texts(prompt=[[1, 7], [1]], max_tokens=0, skip_special_tokens=False) == ["<s> t7", "<s>"]
+    assert texts(prompt=[1], max_tokens=0) == [""]
+
+
 def test_an_answer_ends_where_the_room_does(served: Served) -> None:
     found = served.complete([3, 4] * (POSITIONS // 2 - 5), max_tokens=100)
     assert found["usage"]["completion_tokens"] == 10

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hmac
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,16 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fastattention.integrations.transformers.serving.answers import (
-    Answer,
-    ChatWriter,
-    CompletionWriter,
-    Writer,
-    event,
-    usage,
-)
-from fastattention.integrations.transformers.serving.engine import Engine, Generation, Piece
+from fastattention.integrations.transformers.serving.answers import ChatWriter, CompletionWriter, Writer
+from fastattention.integrations.transformers.serving.engine import Engine
 from fastattention.integrations.transformers.serving.errors import RequestError
+from fastattention.integrations.transformers.serving.exchange import CLIENT_LEFT, Exchange
 from fastattention.integrations.transformers.serving.grammar import Grammars
 from fastattention.integrations.transformers.serving.metrics import Metrics
 from fastattention.integrations.transformers.serving.prompts import Prompts
@@ -37,7 +30,6 @@ from fastattention.integrations.transformers.serving.sampling import Sampling, T
 from fastattention.integrations.transformers.serving.text import Detokenizer
 
 _T = TypeVar("_T")
-CLIENT_LEFT = 499  # as proxies log it
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,8 @@ class Service:
         self.name, self.engine, self._tokenizer = name, engine, tokenizer
         self._limits, self._defaults = limits, defaults
         eos = defaults.eos_token_id if defaults.eos_token_id is not None else tokenizer.eos_token_id
-        self._eos: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        found: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self._eos = [token for token in found if token < engine.vocab_size]
         self._prompts = Prompts(tokenizer, engine.longest, engine.vocab_size)
         self._grammars = Grammars(tokenizer, engine.vocab_size, self._eos)
         self._metrics = Metrics(engine)
@@ -93,7 +86,11 @@ class Service:
         self._check_room(len(asked.prompts) * asked.n)
         prompts = [await self._beside(self._prompts.complete, one) for one in asked.prompts]
         writer = CompletionWriter(self.name, self._word, asked.logprobs is not None)
-        return await self._respond(request, asked, prompts, writer)
+        echoes = [
+            await self._beside(self._prompts.text, given, asked.skip_special_tokens) if asked.echo else ""
+            for given in asked.prompts
+        ]
+        return await self._respond(request, asked, prompts, writer, echoes)
 
     async def _chat(self, request: Request) -> Response:
         body = await self._body(request)
@@ -110,13 +107,18 @@ class Service:
         return _answer_error(error)
 
     async def _respond(
-        self, request: Request, asked: CompletionRequest | ChatRequest, prompts: Sequence[list[int]], writer: Writer
+        self,
+        request: Request,
+        asked: CompletionRequest | ChatRequest,
+        prompts: Sequence[list[int]],
+        writer: Writer,
+        echoes: Sequence[str] = ("",),
     ) -> Response:
-        """Generates the answers, and writes them at once or as they come."""
-        exchange = _Exchange(self.engine, self._metrics, request)
+        """Generates the answers, and writes them at once or as they come. echoes: text before each prompt's answers."""
+        exchange = Exchange(self.engine, self._metrics, request)
         schema = asked.answer_schema
         grammar = None if schema is None else await self._beside(self._grammars.of_schema, schema)
-        for prompt in prompts:
+        for prompt, echo in zip(prompts, echoes, strict=True):
             choosers = [
                 TokenChooser(self._sampling(asked, choice), prompt, None if grammar is None else grammar.copy())
                 for choice in range(asked.n)
@@ -125,10 +127,11 @@ class Service:
             exchange.add(
                 prompt,
                 choosers,
-                functools.partial(Detokenizer, self._tokenizer, prompt),
-                max_tokens=min(asked.wanted_tokens or room, room),
+                functools.partial(Detokenizer, self._tokenizer, prompt, asked.skip_special_tokens),
+                echo,
+                max_tokens=room if asked.wanted_tokens is None else min(asked.wanted_tokens, room),
                 stop=asked.stop,
-                eos=() if asked.ignore_eos else self._eos,
+                include_stop=asked.include_stop_str_in_output,
             )
         self._check_room(len(exchange.answers))
         if asked.stream:
@@ -146,10 +149,11 @@ class Service:
             cuts = (asked.top_p or 1.0) < 1.0 or (asked.top_k or 0) > 0 or (asked.min_p or 0.0) > 0.0
             usual = (1.0 if cuts else 0.0, 1.0, 0, 0.0)
         temperature, top_p, top_k, min_p = (b if a is None else a for a, b in zip(given, usual, strict=True))
-        for token in asked.logit_bias:
-            if token >= self.engine.vocab_size:
-                allowed = f"0 to {self.engine.vocab_size - 1}"
-                raise RequestError(400, f"logit_bias: token {token} must be {allowed}", "logit_bias")
+        for name, tokens in (("logit_bias", asked.logit_bias), ("stop_token_ids", asked.stop_token_ids)):
+            for token in tokens:
+                if not 0 <= token < self.engine.vocab_size:
+                    allowed = f"0 to {self.engine.vocab_size - 1}"
+                    raise RequestError(400, f"{name}: token {token} must be {allowed}", name)
         return Sampling(
             temperature=temperature,
             top_p=top_p,
@@ -161,13 +165,21 @@ class Service:
             logit_bias=asked.logit_bias,
             seed=None if asked.seed is None else f"{asked.seed}, choice {choice}",
             logprobs=asked.wanted_logprobs,
+            end_tokens=(*asked.stop_token_ids, *(() if asked.ignore_eos else self._eos)),
+            min_tokens=asked.min_tokens,
         )
 
     async def _body(self, request: Request) -> bytes:
         """The request's body. Raises RequestError (413) as soon as it is too large."""
         most = self._limits.request_bytes
         error = RequestError(413, f"the request has more than {most} bytes (--max-request-bytes)", code="too_large")
-        if int(request.headers.get("content-length") or 0) > most:
+        length = request.headers.get("content-length", "0")
+        if not (length.isascii() and length.isdecimal()):
+            raise RequestError(400, f"Content-Length must be a number of bytes, got {length[:80]!r}")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise RequestError(415, f"Content-Encoding {encoding[:80]!r} is not served; send the body as it is")
+        if len(length) > 18 or int(length) > most:
             raise error
         body = bytearray()
         async for part in request.stream():
@@ -219,111 +231,6 @@ class Service:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-class _Exchange:
-    """One request under way: its answers, and whether its client is still there."""
-
-    def __init__(self, engine: Engine, metrics: Metrics, request: Request) -> None:
-        self.answers: list[Answer] = []
-        self._engine, self._metrics, self._request = engine, metrics, request
-        self._groups: list[list[Generation]] = []  # by prompt
-        self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has left
-        self._begun = time.perf_counter()
-        self._status = CLIENT_LEFT  # until all answers are complete
-
-    def add(
-        self, prompt: list[int], choosers: Sequence[TokenChooser], detokenizer: Callable[[], Detokenizer], **ends: Any
-    ) -> None:
-        """Adds a prompt and its choices. ends: max_tokens, stop and eos of `Generation`."""
-        group = []
-        for chooser in choosers:
-            deliver = functools.partial(self._deliver, len(self.answers))
-            group.append(Generation(prompt, chooser, detokenizer(), deliver=deliver, **ends))
-            self.answers.append(Answer())
-        self._groups.append(group)
-
-    def _deliver(self, index: int, piece: Piece) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
-
-    async def whole(self, writer: Writer) -> Response:
-        """The answer once it is complete. Raises RequestError where it failed."""
-        async with contextlib.aclosing(self._received()) as received:
-            async for _ in received:
-                pass
-        self._metrics.count(self._request, self._status)
-        if self._status == CLIENT_LEFT:
-            return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(writer.whole(self.answers, self._usage()))
-
-    async def stream(self, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
-        """Server-sent events. An error is an event, since the status has been sent."""
-        begun: set[int] = set()
-        try:
-            async with contextlib.aclosing(self._received()) as received:
-                async for index, piece in received:
-                    if piece.text or piece.logprobs or piece.finish_reason is not None:
-                        body = writer.chunk(index, piece, index not in begun)
-                        if options.include_usage:
-                            body["usage"] = self._usage() if options.continuous_usage_stats else None
-                        yield event(body)
-                        begun.add(index)
-            if options.include_usage:
-                yield event(writer.usage_chunk(self._usage()))
-            yield "data: [DONE]\n\n"
-        except RequestError as error:
-            self._status = error.status
-            yield event(error.body())
-        finally:
-            self._metrics.count(self._request, self._status)
-
-    async def _received(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Submits all, and gives pieces as they come, until all answers are complete or the client has left.
-
-        Whatever ends it, answers that are not complete are canceled. Raises RequestError where one failed.
-        """
-        watch = asyncio.ensure_future(self._until_left())
-        watch.add_done_callback(lambda _: self._pieces.put_nowait(None))
-        try:
-            for group in self._groups:
-                self._engine.submit(group)
-            open_answers = len(self.answers)
-            while open_answers and (got := await self._pieces.get()) is not None:
-                index, piece = got
-                if piece.error is not None:
-                    raise piece.error
-                if not any(one.tokens for one in self.answers):
-                    self._metrics.first_token.observe(time.perf_counter() - self._begun)
-                self.answers[index].add(piece)
-                open_answers -= piece.finish_reason is not None
-                yield index, piece
-            if not open_answers:
-                self._status = 200
-        finally:
-            watch.cancel()
-            generations = (one for group in self._groups for one in group)
-            for generation, answer in zip(generations, self.answers, strict=True):
-                if answer.finish_reason is None:
-                    self._engine.cancel(generation)
-            self._count_tokens()
-
-    async def _until_left(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-
-    def _count_tokens(self) -> None:
-        metrics, used = self._metrics, self._usage()
-        metrics.prompt_tokens.inc(used["prompt_tokens"])
-        metrics.cached_tokens.inc(used["prompt_tokens_details"]["cached_tokens"])
-        metrics.tokens.inc(used["completion_tokens"])
-        metrics.duration.observe(time.perf_counter() - self._begun)
-
-    def _usage(self) -> dict[str, Any]:
-        firsts = [group[0] for group in self._groups]
-        cached_tokens = sum(one.cached_tokens or 0 for one in firsts)
-        return usage(sum(len(one.prompt) for one in firsts), cached_tokens, self.answers)
-
-
 class _Guard:
     """Lets requests in that have the API key. /health is open to all."""
 
@@ -346,7 +253,7 @@ def _answer_error(error: RequestError) -> Response:
 
 
 def _answer_http_error(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
     return JSONResponse(RequestError(error.status_code, message).body(), error.status_code, error.headers)
 
 

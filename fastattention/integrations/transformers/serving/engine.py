@@ -13,7 +13,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,16 +59,16 @@ class Generation:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
-        eos: Iterable[int] = (),
+        include_stop: bool = False,
         deliver: Callable[[Piece], None],
     ) -> None:
-        """deliver: called in the engine's thread."""
+        """include_stop: the text holds the stop string or token at its end; deliver: called in the engine's thread."""
         self.prompt, self.chooser, self.deliver = prompt, chooser, deliver
         self.cached_tokens: int | None = None  # of the prompt, found in the cache; None before the first step
         self.id = ""  # given by the engine
         self.followers: list[Generation] = []  # answers to the same prompt, which begin once its pages can be shared
-        self._detokenizer, self._stop = detokenizer, StopStrings(stop)
-        self._max_tokens, self._eos = max_tokens, frozenset(eos)
+        self._detokenizer, self._stop = detokenizer, StopStrings(stop, include_stop)
+        self.max_tokens, self._include_stop = max_tokens, include_stop
         self._count = self._characters = 0
 
     def accept(self, token: int, logprob: TokenLogprob | None) -> Piece:
@@ -80,17 +80,19 @@ class Generation:
         piece = Piece(tokens=1)
         if logprob is not None:
             piece.logprobs.append((logprob, self._characters))
-        ended = token in self._eos
-        if not ended:
+        sampling = self.chooser.sampling
+        ended = token in sampling.end_tokens
+        if not ended or self._include_stop:
             text = self._detokenizer.push(token)
             self._characters += len(text)
-            piece.text, found = self._stop.push(text)
+            # A stop string counts from the first token on after min_tokens.
+            piece.text, found = self._stop.push(text) if self._count > sampling.min_tokens else (text, False)
             if found:
                 piece.finish_reason = "stop"
                 return piece
         if ended or (grammar is not None and grammar.complete):
             piece.finish_reason = "stop"
-        elif self._count >= self._max_tokens:
+        elif self._count >= self.max_tokens:
             piece.finish_reason = "length"
         if piece.finish_reason is not None:
             text, found = self._stop.push(self._detokenizer.finish())

@@ -33,6 +33,12 @@ class Prompts:
                 raise RequestError(400, f"prompt: token {token} must be 0 to {self._vocab_size - 1}", "prompt")
         return self._checked(prompt, "prompt")
 
+    def text(self, prompt: str | list[int], skip_special: bool) -> str:
+        """A prompt as text. skip_special: without special tokens."""
+        if isinstance(prompt, str):
+            return prompt
+        return str(self._tokenizer.decode(prompt, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
     ) -> list[int]:

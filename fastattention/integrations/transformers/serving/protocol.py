@@ -26,13 +26,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "verbosity": (None,),
     "web_search_options": (None,),
-    "min_tokens": (None, 0),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
-    "skip_special_tokens": (None, True),
-    "stop_token_ids": (None, []),
-    "include_stop_str_in_output": (None, False),
 }
+# Clients write null for a default of these.
+_DEFAULT_IF_NULL = (
+    "n", "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs", "echo", "min_tokens", "stop_token_ids",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
 # Parameters that change no answer.
 _NO_EFFECT = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -126,6 +127,10 @@ class GenerationRequest(_Strict):
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_as_biases)] = Field(default_factory=dict)
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)  # before as many, nothing ends the answer
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=128)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     response_format: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -135,10 +140,10 @@ class GenerationRequest(_Strict):
             return given
         kept = {name: value for name, value in given.items() if name not in _NO_EFFECT}
         for name, allowed in _NEUTRAL.items():
-            if name in kept and (value := kept.pop(name)) not in allowed:
+            if name in kept and name not in cls.model_fields and (value := kept.pop(name)) not in allowed:
                 raise ValueError(f"{name}={_shortened(value)} is not served; leave it out")
-        for name in ("n", "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs"):
-            if name in kept and kept[name] is None:  # clients write null for a default
+        for name in _DEFAULT_IF_NULL:
+            if name in kept and kept[name] is None:
                 del kept[name]
         return kept
 
@@ -150,10 +155,19 @@ class GenerationRequest(_Strict):
         return stop
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationRequest:
+    def _check_together(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
+        if self.min_tokens > (self.min_tokens if self.wanted_tokens is None else self.wanted_tokens):
+            raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.wanted_tokens}")
+        if self.min_tokens and self.response_format not in (None, {"type": "text"}):
+            raise ValueError(f"min_tokens={self.min_tokens} is not served with response_format, which ends the answer")
         return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Tokens of an answer at most. None: as many as fit."""
+        return self.max_tokens
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
@@ -179,9 +193,11 @@ class GenerationRequest(_Strict):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    default_tokens: ClassVar[int | None] = 16  # as in OpenAI's API
+    default_tokens: ClassVar[int] = 16  # as in OpenAI's API
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -197,6 +213,14 @@ class CompletionRequest(GenerationRequest):
             f"prompt must be a string, a list of strings, token ids, or a list of these, got {_shortened(prompt)}"
         )
 
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, got 0; 0 needs echo=true")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo is not served with logprobs: log probabilities of prompts are not computed")
+        return self
+
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one for each answer."""
@@ -208,8 +232,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Tokens of an answer at most. None: as many as fit."""
-        return self.max_tokens or self.default_tokens
+        """Tokens of an answer at most."""
+        return self.default_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:

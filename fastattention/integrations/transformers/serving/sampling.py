@@ -31,6 +31,8 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: str | None = None  # makes the draws reproducible
     logprobs: int | None = None  # alternatives to report; None reports no log probabilities
+    end_tokens: tuple[int, ...] = ()  # each ends the answer
+    min_tokens: int = 0  # before as many, no token of end_tokens is chosen
 
 
 class TokenLogprob(NamedTuple):
@@ -70,6 +72,8 @@ class TokenChooser:
             tokens = torch.tensor(list(one.logit_bias), dtype=torch.int64, device=scores.device)
             biases = torch.tensor(list(one.logit_bias.values()), dtype=torch.float32, device=scores.device)
             scores[tokens] += biases
+        if one.min_tokens and one.end_tokens and self._counts.total() < one.min_tokens:
+            scores[list(one.end_tokens)] = -torch.inf
         if self.grammar is not None:
             self.grammar.restrict(scores)
 

@@ -15,7 +15,7 @@ import torch
 from word_model import words
 
 from fastattention.integrations.transformers.serving.app import Limits, _Guard
-from integrations.serving_models import KEY, POSITIONS, VOCABULARY, Served, prompts, save_byte_model, serve
+from integrations.serving_models import KEY, POSITIONS, VOCABULARY, Served, prompts, serve
 
 PROMPT = prompts()[4]
 
@@ -28,11 +28,8 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service of a model whose tokens are bytes."""
-    path = tmp_path_factory.mktemp("bytes")
-    save_byte_model(path)
-    found = serve(path)
+def bytewise(bytewise_folder: Path) -> Iterator[Served]:
+    found = serve(bytewise_folder)
     yield found
     found.service.engine.stop(10)
 

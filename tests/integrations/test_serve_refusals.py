@@ -38,6 +38,7 @@ def said(**message: Any) -> dict[str, Any]:
 IMAGE = [{"type": "text", "text": "t3"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
 AUDIO = [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 BAD_CHATS: list[tuple[Any, str | None, str]] = [
     ({}, "messages", "messages is missing"),
     ({"messages": 3}, "messages", "got 3"),
@@ -52,8 +53,22 @@ BAD_CHATS: list[tuple[Any, str | None, str]] = [
     (said(content=AUDIO), "messages", "part of type 'input_audio'"),
     (said(role="assistant", audio={"id": "1"}), "messages", "messages[0].audio is not served"),
     (said(role="assistant", tool_calls=[CALL]), "messages", "function.arguments is not JSON"),
-    ({**said(), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "takes no tools"),
-    ({**said(), "tool_choice": "required"}, None, "tool_choice='required' is not served"),
+    ({**said(), "tools": TOOLS}, "tools", "takes no tools"),
+    ({**said(), "tool_choice": "required"}, None, "tool_choice='required' needs tools"),
+    ({**said(), "tool_choice": "any"}, None, "tool_choice='any' is not served; use 'auto', 'none', 'required' or"),
+    (
+        {**said(), "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        None,
+        "tools lack 'g'",
+    ),
+    (
+        {**said(), "tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        None,
+        "is not served; use",
+    ),
+    ({**said(), "tools": TOOLS, "tool_choice": "required", "min_tokens": 1}, None, "not served with min_tokens"),
+    ({**said(), "tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is missing"),
+    ({**said(), "tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools.0.type", "'function', got 'custom'"),
     ({**said(), "echo": True}, None, "echo=True is not served"),
     ({**said(), "max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
     ({**said(), "max_completion_tokens": 1, "min_tokens": 2}, None, "min_tokens=2 must be at most max_tokens=1"),

@@ -22,12 +22,18 @@ from fastattention.integrations.transformers.serving.answers import ChatWriter, 
 from fastattention.integrations.transformers.serving.engine import Engine
 from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.exchange import CLIENT_LEFT, Exchange
-from fastattention.integrations.transformers.serving.grammar import Grammars
+from fastattention.integrations.transformers.serving.grammar import Grammar, Grammars
 from fastattention.integrations.transformers.serving.metrics import Metrics
 from fastattention.integrations.transformers.serving.prompts import Prompts
-from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, StreamOptions, read
+from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, read
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser
 from fastattention.integrations.transformers.serving.text import Detokenizer
+from fastattention.integrations.transformers.serving.tools import (
+    CallReader,
+    find_format,
+    grammar_of_calls,
+    has_special_marks,
+)
 
 _T = TypeVar("_T")
 
@@ -44,8 +50,10 @@ class Limits:
 class Service:
     """One model, and the requests to it."""
 
-    def __init__(self, name: str, engine: Engine, tokenizer: Any, limits: Limits, defaults: Any) -> None:
-        """name: by which clients call the model; defaults: the model's GenerationConfig."""
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: Any, limits: Limits, defaults: Any, tool_format: str = "auto"
+    ) -> None:
+        """name: by which clients call the model; defaults: its GenerationConfig; tool_format: of `find_format`."""
         self.name, self.engine, self._tokenizer = name, engine, tokenizer
         self._limits, self._defaults = limits, defaults
         eos = defaults.eos_token_id if defaults.eos_token_id is not None else tokenizer.eos_token_id
@@ -53,6 +61,7 @@ class Service:
         self._eos = [token for token in found if token < engine.vocab_size]
         self._prompts = Prompts(tokenizer, engine.longest, engine.vocab_size)
         self._grammars = Grammars(tokenizer, engine.vocab_size, self._eos)
+        self._tool_format = find_format(tool_format, str(tokenizer.chat_template))
         self._metrics = Metrics(engine)
         self._created = int(time.time())
         # One thread: tokenizers are not made for several at once.
@@ -85,7 +94,7 @@ class Service:
         self._check_model(asked.model)
         self._check_room(len(asked.prompts) * asked.n)
         prompts = [await self._beside(self._prompts.complete, one) for one in asked.prompts]
-        writer = CompletionWriter(self.name, self._word, asked.logprobs is not None)
+        writer = CompletionWriter(self.name, self._word, asked.logprobs is not None, asked.stream_options)
         echoes = [
             await self._beside(self._prompts.text, given, asked.skip_special_tokens) if asked.echo else ""
             for given in asked.prompts
@@ -97,10 +106,17 @@ class Service:
         asked = read(ChatRequest, body)
         self._check_model(asked.model)
         self._check_room(asked.n)
-        tools = None if asked.tool_choice == "none" else asked.tools
+        tools = None if asked.tool_choice == "none" else asked.described_tools
         options = asked.chat_template_kwargs or {}
         prompt = await self._beside(self._prompts.chat, asked.messages, tools, options)
-        return await self._respond(request, asked, [prompt], ChatWriter(self.name, self._word, asked.logprobs))
+        form, reader = self._tool_format, None
+        if tools and form is not None:
+            names, most = {one["function"]["name"] for one in tools}, asked.most_calls
+            reader = functools.partial(CallReader, form, names, most)
+            if has_special_marks(form, self._tokenizer):  # or they would have no text
+                asked = asked.model_copy(update={"skip_special_tokens": False})
+        writer = ChatWriter(self.name, self._word, asked.logprobs, asked.stream_options, reader=reader)
+        return await self._respond(request, asked, [prompt], writer)
 
     def _refuse(self, request: Request, error: RequestError) -> Response:
         self._metrics.count(request, error.status)
@@ -116,8 +132,7 @@ class Service:
     ) -> Response:
         """Generates the answers, and writes them at once or as they come. echoes: text before each prompt's answers."""
         exchange = Exchange(self.engine, self._metrics, request)
-        schema = asked.answer_schema
-        grammar = None if schema is None else await self._beside(self._grammars.of_schema, schema)
+        grammar = await self._beside(self._grammar, asked)
         for prompt, echo in zip(prompts, echoes, strict=True):
             choosers = [
                 TokenChooser(self._sampling(asked, choice), prompt, None if grammar is None else grammar.copy())
@@ -135,9 +150,19 @@ class Service:
             )
         self._check_room(len(exchange.answers))
         if asked.stream:
-            options = asked.stream_options or StreamOptions()
-            return StreamingResponse(exchange.stream(writer, options), media_type="text/event-stream")
+            return StreamingResponse(exchange.stream(writer), media_type="text/event-stream")
         return await exchange.whole(writer)
+
+    def _grammar(self, asked: CompletionRequest | ChatRequest) -> Grammar | None:
+        """What an answer must follow, if anything. Raises RequestError (400) for what is not served."""
+        if isinstance(asked, ChatRequest) and (tools := asked.required_tools):
+            if self._tool_format is None:
+                message = "tool_choice: how this model writes calls is not known; name it by --tool-format"
+                raise RequestError(400, message, "tool_choice")
+            lark = grammar_of_calls(self._tool_format, tools, asked.most_calls, self._tokenizer)
+            return self._grammars.of_calls(lark)
+        schema = asked.answer_schema
+        return None if schema is None else self._grammars.of_schema(schema)
 
     def _sampling(self, asked: CompletionRequest | ChatRequest, choice: int) -> Sampling:
         """The sampling of one choice. The model's own defaults count if it samples by default; others are greedy."""

@@ -75,7 +75,7 @@ class Generation:
         """Takes the next token. Returns what it adds."""
         grammar = self.chooser.grammar
         if grammar is not None and grammar.error is not None:
-            return Piece(error=RequestError(400, f"response_format: {grammar.error}", "response_format"))
+            return Piece(error=RequestError(400, f"{grammar.param}: {grammar.error}", grammar.param))
         self._count += 1
         piece = Piece(tokens=1)
         if logprob is not None:

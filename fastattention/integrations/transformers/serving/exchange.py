@@ -12,11 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from fastattention.integrations.transformers.serving.answers import Answer, Writer, event, usage
+from fastattention.integrations.transformers.serving.answers import Answer, Writer, usage
 from fastattention.integrations.transformers.serving.engine import Engine, Generation, Piece
 from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.metrics import Metrics
-from fastattention.integrations.transformers.serving.protocol import StreamOptions
 from fastattention.integrations.transformers.serving.sampling import TokenChooser
 from fastattention.integrations.transformers.serving.text import Detokenizer
 
@@ -74,24 +73,20 @@ class Exchange:
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse(writer.whole(self.answers, self._usage()))
 
-    async def stream(self, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
+    async def stream(self, writer: Writer) -> AsyncIterator[str]:
         """Server-sent events. An error is an event, since the status has been sent."""
-        begun: set[int] = set()
         try:
+            for text in writer.opening():
+                yield text
             async with contextlib.aclosing(self._received()) as received:
                 async for index, piece in received:
-                    if piece.text or piece.logprobs or piece.finish_reason is not None:
-                        body = writer.chunk(index, piece, index not in begun)
-                        if options.include_usage:
-                            body["usage"] = self._usage() if options.continuous_usage_stats else None
-                        yield event(body)
-                        begun.add(index)
-            if options.include_usage:
-                yield event(writer.usage_chunk(self._usage()))
-            yield "data: [DONE]\n\n"
+                    for text in writer.chunk(index, piece, self._usage):
+                        yield text
+            for text in writer.closing(self.answers, self._usage()):
+                yield text
         except RequestError as error:
             self._status = error.status
-            yield event(error.body())
+            yield writer.failure(error)
         finally:
             self._metrics.count(self._request, self._status)
 

@@ -62,7 +62,7 @@ class StopStrings:
             place, string = min(found)
             text, self._held = self._held[: place + len(string) * self._included], ""
             return text, True
-        held = max((_overlap(self._held, one) for one in self._strings), default=0)
+        held = max((overlap(self._held, one) for one in self._strings), default=0)
         given = len(self._held) - held
         text, self._held = self._held[:given], self._held[given:]
         return text, False
@@ -73,7 +73,7 @@ class StopStrings:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` with which `stop` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -361,8 +361,8 @@ def test_the_openai_client_is_served_and_told_the_reason(served: Served) -> None
             pieces = [each.choices[0].delta.content or "" async for each in stream]
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model="tiny", messages=messages, temperature=-1)
-            with pytest.raises(openai.NotFoundError, match=r"responses"):
-                await client.responses.create(model="tiny", input="t3")
+            with pytest.raises(openai.NotFoundError, match=r"embeddings"):
+                await client.embeddings.create(model="tiny", input="t3")
             return whole, pieces, str(caught.value)
 
     whole, pieces, error = asyncio.run(ask())

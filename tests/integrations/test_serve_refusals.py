@@ -175,7 +175,7 @@ def test_parameters_that_ask_for_nothing_are_taken(served: Served) -> None:
     [
         ("/load_model", {"model": "another"}, 404),
         ("/reset", {}, 404),
-        ("/v1/responses", {"input": "t3"}, 404),
+        ("/v1/responses/resp_1", None, 404),
         ("/v1/audio/transcriptions", b"--x", 404),
         ("/v1/completions", None, 405),
         ("/v1/completions", {"prompt": "t3", "model": "another"}, 404),

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from fastattention.cli.choices import ToolFormat
+from fastattention.integrations.transformers.serving import engine
 from fastattention.integrations.transformers.serving.tools import (
     FORMATS,
     CallReader,
@@ -180,6 +181,26 @@ def test_a_required_call_comes_whole_and_in_a_stream(
                 assert again == {call.function.name: call.function.arguments}
 
     asyncio.run(ask())
+
+
+def test_calls_that_a_model_makes_by_itself_are_counted(bytewise: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"I look.<tool_call>{ONE}</tool_call>\n<tool_call>\n{TWO}</tool_call>"
+    tokens = [*bytewise.service._tokenizer(text)["input_ids"], *bytewise.service._eos]
+    forced = (([token], [None]) for token in [*tokens, *tokens, *tokens])
+    monkeypatch.setattr(engine, "choose", lambda *_: next(forced))
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "auto"}
+    assert bytewise.ask("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == text
+    monkeypatch.setattr(bytewise.service, "_tool_format", FORMATS["hermes"])
+    [choice] = bytewise.ask("/v1/chat/completions", body).json["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
+    parts = [one["choices"][0] for one in bytewise.ask("/v1/chat/completions", {**body, "stream": True}).events]
+    assert [one["finish_reason"] for one in parts] == [None] * (len(parts) - 1) + ["tool_calls"]
+    assert "".join(one["delta"].get("content", "") for one in parts) == "I look."
+    calls = [call for one in parts for call in one["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1]
+    for found in (calls, choice["message"]["tool_calls"]):
+        functions = [call["function"] for call in found]
+        assert [(one["name"], json.loads(one["arguments"])) for one in functions] == [ROME, OSLO]
 
 
 def test_a_call_that_is_cut_off_is_text(bytewise: Served, monkeypatch: pytest.MonkeyPatch) -> None:

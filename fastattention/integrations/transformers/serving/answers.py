@@ -37,12 +37,36 @@ class Answer:
 
 
 class Writer:
-    """Writes the answer to one request. A subclass knows an endpoint's form."""
+    """Writes the answers to one request, whole or as a stream of server-sent events."""
+
+    def whole(self, answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
+        """The JSON of a request that is not streamed."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[str]:
+        """Events before all others."""
+        return iter(())
+
+    def chunk(self, index: int, piece: Piece, usage: Callable[[], dict[str, Any]]) -> Iterator[str]:
+        """Events of a piece of one choice."""
+        raise NotImplementedError
+
+    def closing(self, answers: Sequence[Answer], usage: dict[str, Any]) -> Iterator[str]:
+        """Events after all others."""
+        raise NotImplementedError
+
+    def failure(self, error: RequestError) -> str:
+        """The last event of a stream that fails."""
+        return event(error.body())
+
+
+class ChoiceWriter(Writer):
+    """Writes a list of choices. A subclass knows an endpoint's form."""
 
     kind = chunk_kind = prefix = ""
 
     def __init__(
-        self, model: str, word: Callable[[int], str], with_logprobs: bool, options: StreamOptions | None = None
+        self, model: str, word: Callable[[int], str], with_logprobs: bool, options: StreamOptions | None
     ) -> None:
         """word: the text of a token."""
         self._word, self._with_logprobs, self._options = word, with_logprobs, options or StreamOptions()
@@ -57,14 +81,8 @@ class Writer:
         ]  # fmt: skip
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
-    # A stream: server-sent events
-
-    def opening(self) -> Iterator[str]:
-        """Events before all others."""
-        return iter(())
-
     def chunk(self, index: int, piece: Piece, usage: Callable[[], dict[str, Any]]) -> Iterator[str]:
-        """Events of a piece of one choice, if it holds anything."""
+        """An event of a piece of one choice, if it holds anything."""
         content = self._delta(index, piece)
         if content is None:
             return
@@ -76,14 +94,10 @@ class Writer:
         yield event(body)
 
     def closing(self, answers: Sequence[Answer], usage: dict[str, Any]) -> Iterator[str]:
-        """Events after all others."""
+        """The usage, if it was asked for, and the end."""
         if self._options.include_usage:
             yield event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
-
-    def failure(self, error: RequestError) -> str:
-        """The last event of a stream that fails."""
-        return event(error.body())
 
     def _reported(self, logprobs: Logprobs) -> dict[str, Any] | None:
         return self._form(logprobs) if self._with_logprobs else None
@@ -100,7 +114,7 @@ class Writer:
         raise NotImplementedError
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoiceWriter):
     """/v1/completions."""
 
     kind = chunk_kind = "text_completion"
@@ -121,16 +135,23 @@ class CompletionWriter(Writer):
         }
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChoiceWriter):
     """/v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, *args: Any, reader: Callable[[], CallReader] | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        word: Callable[[int], str],
+        with_logprobs: bool,
+        options: StreamOptions | None,
+        reader: Callable[[], CallReader] | None,
+    ) -> None:
         """reader: makes what finds tool calls in a choice; None leaves them in the text."""
-        super().__init__(*args)
+        super().__init__(model, word, with_logprobs, options)
         self._reader = reader
         self._readers: dict[int, CallReader] = {}  # by choice, of a stream
         self._calls: collections.Counter[int] = collections.Counter()

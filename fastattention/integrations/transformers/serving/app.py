@@ -26,6 +26,7 @@ from fastattention.integrations.transformers.serving.grammar import Grammar, Gra
 from fastattention.integrations.transformers.serving.metrics import Metrics
 from fastattention.integrations.transformers.serving.prompts import Prompts
 from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, read
+from fastattention.integrations.transformers.serving.responses import ResponseRequest, ResponseWriter
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser
 from fastattention.integrations.transformers.serving.text import Detokenizer
 from fastattention.integrations.transformers.serving.tools import (
@@ -73,6 +74,7 @@ class Service:
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -89,8 +91,7 @@ class Service:
         return app if self._limits.api_key is None else _Guard(app, self._limits.api_key)
 
     async def _completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        asked = read(CompletionRequest, body)
+        asked = read(CompletionRequest, await self._body(request))
         self._check_model(asked.model)
         self._check_room(len(asked.prompts) * asked.n)
         prompts = [await self._beside(self._prompts.complete, one) for one in asked.prompts]
@@ -102,8 +103,18 @@ class Service:
         return await self._respond(request, asked, prompts, writer, echoes)
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        asked = read(ChatRequest, body)
+        asked = read(ChatRequest, await self._body(request))
+        make = functools.partial(ChatWriter, self.name, self._word, asked.logprobs, asked.stream_options)
+        return await self._answer_chat(request, asked, make)
+
+    async def _responses(self, request: Request) -> Response:
+        asked = read(ResponseRequest, await self._body(request))
+        return await self._answer_chat(request, asked.chat(), functools.partial(ResponseWriter, self.name, asked))
+
+    async def _answer_chat(
+        self, request: Request, asked: ChatRequest, make_writer: Callable[[Callable[[], CallReader] | None], Writer]
+    ) -> Response:
+        """make_writer: takes what makes readers of tool calls, None where they stay text."""
         self._check_model(asked.model)
         self._check_room(asked.n)
         tools = None if asked.tool_choice == "none" else asked.described_tools
@@ -115,8 +126,7 @@ class Service:
             reader = functools.partial(CallReader, form, names, most)
             if has_special_marks(form, self._tokenizer):  # or they would have no text
                 asked = asked.model_copy(update={"skip_special_tokens": False})
-        writer = ChatWriter(self.name, self._word, asked.logprobs, asked.stream_options, reader=reader)
-        return await self._respond(request, asked, [prompt], writer)
+        return await self._respond(request, asked, [prompt], make_writer(reader))
 
     def _refuse(self, request: Request, error: RequestError) -> Response:
         self._metrics.count(request, error.status)

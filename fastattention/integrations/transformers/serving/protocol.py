@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -50,6 +51,11 @@ def read(model: type[_Model], body: bytes) -> _Model:
         raise RequestError(400, f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise RequestError(400, f"the body must be a JSON object, got {type(given).__name__}")
+    return checked(model, given)
+
+
+def checked(model: type[_Model], given: dict[str, Any]) -> _Model:
+    """The request with these parameters. Raises RequestError (400)."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -66,11 +72,27 @@ def read(model: type[_Model], body: bytes) -> _Model:
         raise RequestError(400, message, param) from error
 
 
-class _Strict(BaseModel):
+def without_neutral(
+    given: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], served: Collection[str] = ()
+) -> dict[str, Any]:
+    """What was given, without parameters that change no answer. Raises ValueError for those that would.
+
+    neutral: values of parameters with which they ask for nothing; served: parameters that are not looked at
+    """
+    kept = {name: value for name, value in given.items() if name not in _NO_EFFECT}
+    for name, allowed in neutral.items():
+        if name in kept and name not in served and (value := kept.pop(name)) not in allowed:
+            raise ValueError(f"{name}={shortened(value)} is not served; leave it out")
+    return kept
+
+
+class Strict(BaseModel):
+    """Parameters have the names and types that are declared."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream holds besides text."""
 
     include_usage: bool = False
@@ -103,7 +125,7 @@ def _as_biases(value: object) -> object:
     return found
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """Parameters that both endpoints share. None takes the model's default."""
 
     model: str | None = None
@@ -133,10 +155,7 @@ class GenerationRequest(_Strict):
     def _refuse_what_is_not_served(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        kept = {name: value for name, value in given.items() if name not in _NO_EFFECT}
-        for name, allowed in _NEUTRAL.items():
-            if name in kept and name not in cls.model_fields and (value := kept.pop(name)) not in allowed:
-                raise ValueError(f"{name}={shortened(value)} is not served; leave it out")
+        kept = without_neutral(given, _NEUTRAL, cls.model_fields)
         for name in _DEFAULT_IF_NULL:
             if name in kept and kept[name] is None:
                 del kept[name]

@@ -12,6 +12,7 @@ import httpx2
 import openai
 import pytest
 import torch
+from transformers import GenerationConfig
 from word_model import words
 
 from fastattention.integrations.transformers.serving.app import Limits, _Guard
@@ -172,6 +173,23 @@ def test_tools_and_calls_come_to_the_template(served: Served, monkeypatch: pytes
     monkeypatch.setattr(served.service._tokenizer, "chat_template", "{{ word }} t4")
     reply = served.ask("/v1/chat/completions", chat("t3", chat_template_kwargs={"word": "t7"}))
     assert reply.json["choices"][0]["message"]["content"].split() == words(served.greedy([7, 4])).split()
+
+
+def test_a_chat_of_transformers_is_served(served: Served) -> None:
+    """It asks for the model first, and sends its parameters as a GenerationConfig."""
+    assert served.ask("/load_model", {"model": "tiny"}).body == b'data: {"status": "ready", "cached": true}\n\n'
+
+    def said(**config: Any) -> str:
+        body = {"messages": [{"role": "user", "content": words(PROMPT)}], "max_tokens": None}
+        text = GenerationConfig(max_new_tokens=8, **config).to_json_string()
+        reply = served.ask("/v1/chat/completions", {**body, "seed": 1, "generation_config": text})
+        return str(reply.json["choices"][0]["message"]["content"])
+
+    greedy = words(served.greedy(PROMPT))
+    assert said(do_sample=False).split() == greedy.split()
+    assert said(do_sample=False, temperature=2.0) == said() == said(do_sample=True, top_k=1)
+    assert said(do_sample=True, temperature=3.0) == " " + served.text(PROMPT, temperature=3.0, seed=1).strip()
+    assert said(do_sample=True, temperature=3.0).split() != greedy.split()
 
 
 # Ends

@@ -39,6 +39,12 @@ IMAGE = [{"type": "text", "text": "t3"}, {"type": "image_url", "image_url": {"ur
 AUDIO = [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CONFIGS = {
+    "{": "generation_config must be a JSON object in a string, got '{'",
+    "[]": "generation_config must be a JSON object",
+    '{"num_beams": 4}': "generation_config: num_beams=4 is not served",
+    '{"max_new_tokens": 0}': "max_tokens: input should be greater than or equal to 1, got 0",
+}
 BAD_CHATS: list[tuple[Any, str | None, str]] = [
     ({}, "messages", "messages is missing"),
     ({"messages": 3}, "messages", "got 3"),
@@ -85,6 +91,13 @@ BAD_CHATS: list[tuple[Any, str | None, str]] = [
         "must not have chat_template",
     ),
 ]
+
+
+@pytest.mark.parametrize(("text", "message"), CONFIGS.items())
+def test_a_bad_generation_config_is_refused_with_the_reason(served: Served, text: str, message: str) -> None:
+    reply = served.ask("/v1/chat/completions", {**said(), "generation_config": text})
+    assert reply.status == 400
+    assert message in reply.error["message"]
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS, ids=[message for *_, message in BAD_CHATS])
@@ -174,6 +187,7 @@ def test_parameters_that_ask_for_nothing_are_taken(served: Served) -> None:
     ("path", "body", "status"),
     [
         ("/load_model", {"model": "another"}, 404),
+        ("/load_model", {}, 400),
         ("/reset", {}, 404),
         ("/v1/responses/resp_1", None, 404),
         ("/v1/audio/transcriptions", b"--x", 404),

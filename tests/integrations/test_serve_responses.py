@@ -71,6 +71,7 @@ def test_a_response_is_what_a_chat_answers(served: Served) -> None:
         served,
         lambda client: client.responses.create(
             model="tiny", instructions=words(PROMPT[:3]), input=words(PROMPT[3:]), max_output_tokens=8, store=True,
+            temperature=2.0, extra_body={"top_k": 1, "ignore_eos": True},
         ),
     )  # fmt: skip
     assert whole.output_text.split() == words(served.greedy(PROMPT)).split()
@@ -197,7 +198,8 @@ BAD: list[tuple[Any, str]] = [
     ({"input": "t3", "text": {"verbosity": "low"}}, "text.verbosity='low' is not served"),
     ({"input": "t3", "text": {"format": {"type": "json_schema"}}}, "must be a JSON schema"),
     ({"input": "t3", "max_output_tokens": 0}, "max_output_tokens: input should be greater"),
-    ({"input": "t3", "messages": []}, "messages is not a parameter of this endpoint"),
+    ({"input": "t3", "messages": []}, "'messages' is not a parameter of this endpoint"),
+    ({"input": "t3", "top_k": -2}, "top_k: input should be greater"),
     ({"input": "t3", "model": "another"}, "model 'another' is not served"),
 ]
 

@@ -18,14 +18,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fastattention.integrations.transformers.serving.answers import ChatWriter, CompletionWriter, Writer
+from fastattention.integrations.transformers.serving.answers import ChatWriter, CompletionWriter, Writer, event
 from fastattention.integrations.transformers.serving.engine import Engine
 from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.exchange import CLIENT_LEFT, Exchange
 from fastattention.integrations.transformers.serving.grammar import Grammar, Grammars
 from fastattention.integrations.transformers.serving.metrics import Metrics
 from fastattention.integrations.transformers.serving.prompts import Prompts
-from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, read
+from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, ModelRequest, read
 from fastattention.integrations.transformers.serving.responses import ResponseRequest, ResponseWriter
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser
 from fastattention.integrations.transformers.serving.text import Detokenizer
@@ -77,6 +77,7 @@ class Service:
             Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
+            Route("/load_model", self._load_model, methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", self._counters),
         ]
@@ -248,6 +249,11 @@ class Service:
     async def _model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._described())
+
+    async def _load_model(self, request: Request) -> Response:
+        """Tells `transformers chat` that the model is there. It asks before it begins, and nothing is loaded."""
+        self._check_model(read(ModelRequest, await self._body(request)).model)
+        return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     def _described(self) -> dict[str, Any]:
         return {

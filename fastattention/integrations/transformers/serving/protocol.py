@@ -92,6 +92,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class ModelRequest(Strict):
+    """POST /load_model."""
+
+    model: str
+
+
 class StreamOptions(Strict):
     """What a stream holds besides text."""
 
@@ -269,6 +275,32 @@ class _Tool(BaseModel):
     function: _Function
 
 
+# Names in a GenerationConfig of Transformers, and ours.
+_CONFIG_NAMES = {
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "temperature": "temperature", "top_p": "top_p",
+    "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty",
+}  # fmt: skip
+
+
+def _of_generation_config(text: object) -> dict[str, Any]:
+    """The parameters in a GenerationConfig, which `transformers chat` sends as a string of JSON."""
+    try:
+        config = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"generation_config must be a JSON object in a string, got {shortened(text)}")
+    given = {name: value for name, value in config.items() if value is not None and name != "transformers_version"}
+    sampled = given.pop("do_sample", None)
+    found: dict[str, Any] = {} if sampled is None else {"temperature": 1.0 if sampled else 0.0}
+    for name, value in given.items():
+        if name not in _CONFIG_NAMES:
+            raise ValueError(f"generation_config: {name}={shortened(value)} is not served; leave it out")
+        if name != "temperature" or sampled is not False:
+            found[_CONFIG_NAMES[name]] = value
+    return found
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -280,6 +312,14 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_generation_config(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("generation_config") is None:
+            return given
+        others = {name: value for name, value in given.items() if name != "generation_config" and value is not None}
+        return {**_of_generation_config(given["generation_config"]), **others}
 
     @field_validator("messages", mode="after")
     @classmethod

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from fastattention.integrations.transformers.serving.answers import Answer, Writer
 from fastattention.integrations.transformers.serving.engine import Piece
@@ -30,6 +30,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
+# Parameters that OpenAI's API does not have here. They are those of chats.
+_AS_IN_CHATS = ("top_k", "min_p", "seed", "stop", "ignore_eos", "min_tokens", "repetition_penalty", "presence_penalty",
+                "frequency_penalty", "logit_bias", "chat_template_kwargs")  # fmt: skip
 
 
 def _as_messages(given: object) -> object:
@@ -76,6 +79,8 @@ def _is_text(part: object) -> bool:
 class ResponseRequest(Strict):
     """POST /v1/responses."""
 
+    model_config = ConfigDict(extra="allow")
+
     model: str | None = None
     input: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
     instructions: str | None = None
@@ -91,7 +96,12 @@ class ResponseRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_is_not_served(cls, given: Any) -> Any:
-        return without_neutral(given, _NEUTRAL) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        kept = without_neutral(given, _NEUTRAL)
+        for name in kept.keys() - cls.model_fields.keys() - set(_AS_IN_CHATS):
+            raise ValueError(f"{shortened(name)} is not a parameter of this endpoint")
+        return kept
 
     @field_validator("tools")
     @classmethod
@@ -125,6 +135,7 @@ class ResponseRequest(Strict):
             "messages": [*first, *self.input], "max_completion_tokens": self.max_output_tokens, "response_format": form,
             "tools": tools, "tool_choice": choice, "model": self.model, "temperature": self.temperature,
             "top_p": self.top_p, "stream": self.stream, "parallel_tool_calls": self.parallel_tool_calls,
+            **(self.model_extra or {}),
         }  # fmt: skip
         return checked(ChatRequest, given)
 

@@ -51,6 +51,10 @@ def find_format(name: str, chat_template: str) -> Format | None:
     return next((one for one in FORMATS.values() if re.search(one.template, chat_template, re.DOTALL)), None)
 
 
+# Spaces as models have learned them. Any number would be allowed otherwise, and small models may write nothing else.
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
 def has_special_marks(form: Format, tokenizer: Any) -> bool:
     """Whether marks are special tokens, which are left out of text unless it is asked to hold them."""
     return any(token.special and str(token) in form.marks for token in tokenizer.added_tokens_decoder.values())
@@ -73,7 +77,7 @@ def grammar_of_calls(form: Format, tools: Sequence[Mapping[str, Any]], most: int
     rules = [f"start: {before} call {more} {after}", f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"]
     for at, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "{form.arguments}": '
-        schema = {"type": "object", **(tool.get("parameters") or {})}
+        schema = {"type": "object", **(tool.get("parameters") or {}), "x-guidance": _SPACES}
         # A rule of its own: references in a schema count from its root.
         rules += [f'call_{at}: {json.dumps(head)} arguments_{at} "}}"', f"arguments_{at}: %json {json.dumps(schema)}"]
     return "\n".join(rules)

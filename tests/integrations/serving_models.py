@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,9 @@ def save_byte_model(folder: Path) -> None:
     )
     saved.add_tokens([AddedToken("[TOOL_CALLS]", special=True), AddedToken("<tool_call>", special=False)])
     saved.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):  # the end token of the word model is a letter here
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": saved.eos_token_id}))
 
 
 def prompts(count: int = 8) -> list[list[int]]:

@@ -251,25 +251,6 @@ def test_nothing_ends_an_answer_before_min_tokens(served: Served) -> None:
     assert (found["text"], found["finish_reason"]) == (f" t{first} t{second} ", "stop")
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_echo_of_the_prompt_comes_before_the_answer(served: Served, stream: bool) -> None:
-    def texts(**body: Any) -> list[str]:
-        reply = served.ask("/v1/completions", {"max_tokens": 3, "echo": True, "stream": stream, **body})
-        found: dict[int, str] = {}
-        for choice in (one for each in (reply.events if stream else [reply.json]) for one in each["choices"]):
-            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
-            reason = choice["finish_reason"]
-        assert reason == "length"
-        return [found[index] for index in sorted(found)]
-
-    answer = words(served.greedy(PROMPT, 3))
-    assert texts(prompt=words(PROMPT)) == [f"{words(PROMPT)} {answer}"]
-    assert texts(prompt=[PROMPT, [1, 7]], n=2)[:2] == [f"{words(PROMPT)} {answer}"] * 2
-    assert texts(prompt=[[1, 7], PROMPT], max_tokens=0) == ["t7", words(PROMPT)]
-    assert texts(prompt=[[1, 7], [1]], max_tokens=0, skip_special_tokens=False) == ["<s> t7", "<s>"]
-    assert texts(prompt=[1], max_tokens=0) == [""]
-
-
 def test_an_answer_ends_where_the_room_does(served: Served) -> None:
     found = served.complete([3, 4] * (POSITIONS // 2 - 5), max_tokens=100)
     assert found["usage"]["completion_tokens"] == 10

@@ -156,7 +156,6 @@ BAD_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": "t3", "logit_bias": {"999": 3}}, "logit_bias: token 999"),
     ({"prompt": "t3", "logprobs": 21}, "logprobs"),
     ({"prompt": "t3", "best_of": 3}, "best_of=3 is not served"),
-    ({"prompt": "t3", "echo": True, "logprobs": 1}, "echo is not served with logprobs"),
     ({"prompt": "t3", "suffix": "t4"}, "suffix='t4' is not served"),
     ({"prompt": "t3", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "t3", "stream_options": {"include_usage": True}}, "stream_options needs stream=true"),

@@ -211,6 +211,31 @@ def guidellm(server: Server) -> Calls:
     }
 
 
+def lm_eval(server: Server) -> Calls:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.api_models import JsonChatStr
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    where: Any = {"model": MODEL, "tokenizer": str(server.folder), "num_concurrent": 1}
+    completions = LocalCompletionsAPI(base_url=f"{server.base}/completions", **where)
+    chats = LocalChatCompletion(base_url=f"{server.base}/chat/completions", **where)
+
+    def instances(kind: Any, *arguments: Any) -> list[Instance]:
+        return [Instance(kind, {}, arguments, 0)]
+
+    def likelihood() -> None:
+        [(value, _)] = completions.loglikelihood(instances("loglikelihood", "Hello", " there"))
+        assert -6 * 30 < value < 0, value
+
+    until = {"until": ["\n"], "max_gen_toks": 8}
+    message = json.dumps(HI)
+    return {
+        "prompt logprobs": likelihood,
+        "completion": lambda: completions.generate_until(instances("generate_until", "Hi", until)),
+        "chat": lambda: chats.generate_until(instances("generate_until", JsonChatStr(message), until)),
+    }
+
+
 # By the distribution that has the client, which tells its version.
 CLIENTS: dict[str, Callable[[Server], Calls]] = {
     "curl": curl,
@@ -219,6 +244,7 @@ CLIENTS: dict[str, Callable[[Server], Calls]] = {
     "litellm": litellm,
     "transformers": transformers_chat,
     "guidellm": guidellm,
+    "lm_eval": lm_eval,
 }
 
 

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs real clients against the server, in an environment of their own (build/clients, 400 MB) beside the project's.
+# Runs real clients against the server, in an environment of their own (build/clients, 1 GB) beside the project's.
 # Where they cannot be installed it says so and succeeds. --record writes what they send to requests.json.
 set -eu
 cd "$(dirname "$0")/../../.."
 
-CLIENTS="openai==3.57.0 langchain-openai==1.7.4 litellm==1.110.2 guidellm==0.8.1"
+CLIENTS="openai==3.57.0 langchain-openai==1.7.4 litellm==1.110.2 guidellm==0.8.1 lm-eval[api]==0.4.13"
 ENVIRONMENT=build/clients/.venv
 
 if [ "$(cat $ENVIRONMENT/.installed 2>/dev/null)" != "$CLIENTS" ]; then

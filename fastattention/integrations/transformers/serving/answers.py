@@ -130,7 +130,10 @@ class CompletionWriter(ChoiceWriter):
         return {
             "tokens": [self._word(one.token) for one, _ in logprobs],
             "token_logprobs": [one.logprob for one, _ in logprobs],
-            "top_logprobs": [{self._word(token): value for token, value in one.top} for one, _ in logprobs],
+            "top_logprobs": [
+                None if one.logprob is None else {self._word(token): value for token, value in one.top}
+                for one, _ in logprobs
+            ],
             "text_offset": [place for _, place in logprobs],
         }
 
@@ -192,7 +195,7 @@ class ChatWriter(ChoiceWriter):
             "refusal": None,
         }
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         word = self._word(token)
         # A token may hold a part of a character, whose bytes its text does not tell.
         return {"token": word, "logprob": logprob, "bytes": None if "\ufffd" in word else list(word.encode())}

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastattention.integrations.transformers.serving.answers import ChatWriter, CompletionWriter, Writer, event
+from fastattention.integrations.transformers.serving.echoes import Echo
 from fastattention.integrations.transformers.serving.engine import Engine
 from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.exchange import CLIENT_LEFT, Exchange
@@ -97,10 +98,11 @@ class Service:
         self._check_room(len(asked.prompts) * asked.n)
         prompts = [await self._beside(self._prompts.complete, one) for one in asked.prompts]
         writer = CompletionWriter(self.name, self._word, asked.logprobs is not None, asked.stream_options)
-        echoes = [
-            await self._beside(self._prompts.text, given, asked.skip_special_tokens) if asked.echo else ""
-            for given in asked.prompts
-        ]
+        echoes: list[Echo | None] = [None] * len(prompts)
+        if asked.echo:
+            make = functools.partial(self._prompts.echo, asked.skip_special_tokens, asked.logprobs is not None)
+            pairs = zip(asked.prompts, prompts, strict=True)
+            echoes = [await self._beside(make, given, tokens) for given, tokens in pairs]
         return await self._respond(request, asked, prompts, writer, echoes)
 
     async def _chat(self, request: Request) -> Response:
@@ -139,9 +141,9 @@ class Service:
         asked: CompletionRequest | ChatRequest,
         prompts: Sequence[list[int]],
         writer: Writer,
-        echoes: Sequence[str] = ("",),
+        echoes: Sequence[Echo | None] = (None,),
     ) -> Response:
-        """Generates the answers, and writes them at once or as they come. echoes: text before each prompt's answers."""
+        """Generates the answers, and writes them at once or as they come. echoes: what begins each prompt's answers."""
         exchange = Exchange(self.engine, self._metrics, request)
         grammar = await self._beside(self._grammar, asked)
         for prompt, echo in zip(prompts, echoes, strict=True):
@@ -154,7 +156,7 @@ class Service:
                 prompt,
                 choosers,
                 functools.partial(Detokenizer, self._tokenizer, prompt, asked.skip_special_tokens),
-                echo,
+                echo=echo,
                 max_tokens=room if asked.wanted_tokens is None else min(asked.wanted_tokens, room),
                 stop=asked.stop,
                 include_stop=asked.include_stop_str_in_output,

@@ -29,34 +29,20 @@ class Exchange:
         self.answers: list[Answer] = []
         self._engine, self._metrics, self._request = engine, metrics, request
         self._groups: list[list[Generation]] = []  # by prompt
-        self._echoes: list[tuple[int, Piece]] = []
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has left
         self._begun = time.perf_counter()
         self._status = CLIENT_LEFT  # until all answers are complete
 
     def add(
-        self,
-        prompt: list[int],
-        choosers: Sequence[TokenChooser],
-        detokenizer: Callable[[], Detokenizer],
-        echo: str,
-        *,
-        max_tokens: int,
-        **ends: Any,
+        self, prompt: list[int], choosers: Sequence[TokenChooser], detokenizer: Callable[[], Detokenizer], **ends: Any
     ) -> None:
-        """Adds a prompt and its choices, each of which begins with the text `echo`.
-
-        max_tokens: 0 answers with the echo alone; ends: stop and include_stop of `Generation`
-        """
+        """Adds a prompt and its choices. ends: max_tokens, stop, include_stop and echo of `Generation`."""
         group = []
         for chooser in choosers:
             deliver = functools.partial(self._deliver, len(self.answers))
-            group.append(Generation(prompt, chooser, detokenizer(), max_tokens=max_tokens, deliver=deliver, **ends))
+            group.append(Generation(prompt, chooser, detokenizer(), deliver=deliver, **ends))
             self.answers.append(Answer())
-            if echo or not max_tokens:
-                piece = Piece(echo, finish_reason=None if max_tokens else "length")
-                self._echoes.append((len(self.answers) - 1, piece))
         self._groups.append(group)
 
     def _deliver(self, index: int, piece: Piece) -> None:
@@ -98,11 +84,8 @@ class Exchange:
         watch = asyncio.ensure_future(self._until_left())
         watch.add_done_callback(lambda _: self._pieces.put_nowait(None))
         try:
-            for echo in self._echoes:
-                self._pieces.put_nowait(echo)
             for group in self._groups:
-                if group[0].max_tokens:
-                    self._engine.submit(group)
+                self._engine.submit(group)
             open_answers = len(self.answers)
             while open_answers and (got := await self._pieces.get()) is not None:
                 index, piece = got

@@ -237,8 +237,6 @@ class CompletionRequest(GenerationRequest):
     def _check_echo(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1, got 0; 0 needs echo=true")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo is not served with logprobs: log probabilities of prompts are not computed")
         return self
 
     @property

@@ -39,7 +39,7 @@ class TokenLogprob(NamedTuple):
     """Log probability of a token by the model, before penalties, temperature and constraints."""
 
     token: int
-    logprob: float
+    logprob: float | None  # None: of the first token of a prompt
     top: list[tuple[int, float]]  # the likeliest tokens
 
 
@@ -105,12 +105,18 @@ def choose(logits: Tensor, choosers: Sequence[TokenChooser]) -> tuple[list[int],
     tokens: list[int] = chosen.tolist()
     logprobs: list[TokenLogprob | None] = [None] * len(tokens)
     for row, values in zip(reported, raw, strict=True):
-        top = values.topk(min(choosers[row].sampling.logprobs or 0, len(values)))
-        likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        logprobs[row] = TokenLogprob(tokens[row], values[tokens[row]].item(), likeliest)
+        logprobs[row] = likeliest(tokens[row], values, choosers[row].sampling.logprobs or 0)
     for token, one in zip(tokens, choosers, strict=True):
         one.accept(token)
     return tokens, logprobs
+
+
+def likeliest(token: int, values: Tensor, top: int) -> TokenLogprob:
+    """What is reported of a token. values: (vocab_size,) log probabilities; top: alternatives."""
+    found = values.topk(min(top, len(values)))
+    return TokenLogprob(
+        token, values[token].item(), list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+    )
 
 
 def _is_cut(sampling: Sampling) -> bool:

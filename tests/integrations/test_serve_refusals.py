@@ -59,6 +59,7 @@ BAD_CHATS: list[tuple[Any, str | None, str]] = [
     (said(content=AUDIO), "messages", "part of type 'input_audio'"),
     (said(role="assistant", audio={"id": "1"}), "messages", "messages[0].audio is not served"),
     (said(role="assistant", tool_calls=[CALL]), "messages", "function.arguments is not JSON"),
+    (said(role="assistant", tool_calls=3), "messages", "messages[0].tool_calls must be a list, got 3"),
     ({**said(), "tools": TOOLS}, "tools", "takes no tools"),
     ({**said(), "tool_choice": "required"}, None, "tool_choice='required' needs tools"),
     ({**said(), "tool_choice": "any"}, None, "tool_choice='any' is not served; use 'auto', 'none', 'required' or"),

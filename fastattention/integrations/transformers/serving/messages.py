@@ -23,6 +23,8 @@ def message_for_template(where: str, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where}.content is missing")
     if kept["role"] == "developer":  # OpenAI's later name of the role that templates know as "system"
         kept["role"] = "system"
+    if not isinstance(kept.get("tool_calls", []), list):
+        raise ValueError(f"{where}.tool_calls must be a list, got {shortened(kept['tool_calls'])}")
     if "tool_calls" in kept:
         kept["tool_calls"] = [_tool_call(f"{where}.tool_calls", call) for call in kept["tool_calls"]]
     return kept

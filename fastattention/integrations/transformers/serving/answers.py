@@ -76,7 +76,7 @@ class ChoiceWriter(Writer):
         """The JSON of a request that is not streamed."""
         choices = [
             {"index": index, "logprobs": self._reported(one.logprobs), "finish_reason": one.finish_reason,
-             **self._content(one)}
+             **self._content(index, one)}
             for index, one in enumerate(answers)
         ]  # fmt: skip
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
@@ -102,7 +102,7 @@ class ChoiceWriter(Writer):
     def _reported(self, logprobs: Logprobs) -> dict[str, Any] | None:
         return self._form(logprobs) if self._with_logprobs else None
 
-    def _content(self, answer: Answer) -> dict[str, Any]:
+    def _content(self, index: int, answer: Answer) -> dict[str, Any]:
         """A choice's fields that hold what was generated, and its finish_reason where that is another."""
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ class CompletionWriter(ChoiceWriter):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _content(self, answer: Answer) -> dict[str, Any]:
+    def _content(self, index: int, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
@@ -155,13 +155,12 @@ class ChatWriter(ChoiceWriter):
     ) -> None:
         """reader: makes what finds tool calls in a choice; None leaves them in the text."""
         super().__init__(model, word, with_logprobs, options)
-        self._reader = reader
-        self._readers: dict[int, CallReader] = {}  # by choice, of a stream
+        self._readers = None if reader is None else collections.defaultdict[int, CallReader](reader)  # by choice
         self._calls: collections.Counter[int] = collections.Counter()
         self._begun: set[int] = set()
 
-    def _content(self, answer: Answer) -> dict[str, Any]:
-        text, calls = (answer.text, []) if self._reader is None else self._reader().push(answer.text, last=True)
+    def _content(self, index: int, answer: Answer) -> dict[str, Any]:
+        text, calls = self._read(index, answer.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if not calls:
             return {"message": message}
@@ -171,9 +170,7 @@ class ChatWriter(ChoiceWriter):
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
         last = piece.finish_reason is not None
-        text, calls = piece.text, list[Call]()
-        if self._reader is not None:
-            text, calls = self._readers.setdefault(index, self._reader()).push(text, last)
+        text, calls = self._read(index, piece.text, last)
         first = self._calls[index]
         self._calls[index] += len(calls)
         delta: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
@@ -185,6 +182,9 @@ class ChatWriter(ChoiceWriter):
             return None
         self._begun.add(index)
         return {"delta": delta, **(_ended_by_calls(piece.finish_reason) if self._calls[index] else {})}
+
+    def _read(self, index: int, text: str, last: bool) -> tuple[str, list[Call]]:
+        return (text, []) if self._readers is None else self._readers[index].push(text, last)
 
     def _form(self, logprobs: Logprobs) -> dict[str, Any]:
         return {

@@ -65,10 +65,9 @@ class Generation:
         echo: Echo | None = None,
         deliver: Callable[[Piece], None],
     ) -> None:
-        """How a generation goes.
+        """max_tokens: 0 gives the echo alone; echo: the first piece; deliver: called in the engine's thread.
 
-        max_tokens: 0 gives the echo alone; include_stop: the text holds the stop string or token at its end
-        echo: the first piece; deliver: called in the engine's thread
+        include_stop: the text holds the stop string or token at its end
         """
         self.prompt, self.chooser, self.deliver = prompt, chooser, deliver
         self.cached_tokens: int | None = None  # of the prompt, found in the cache; None before the first step

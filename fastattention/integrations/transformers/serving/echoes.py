@@ -36,7 +36,7 @@ class PromptLogprobs:
     def read_chunk(self) -> bool:
         """Reads a chunk of the prompt. Returns whether it was the last."""
         start, end = self._read, min(self._read + CHUNK, len(self._prompt))
-        tokens = torch.tensor([self._prompt[start:end]], device=self._model.device)
+        tokens = torch.tensor([self._prompt[start:end]], dtype=torch.int64, device=self._model.device)
         logits = self._model(tokens, **{CACHE_ARGUMENT: self._cache}, use_cache=True).logits[0]
         following = self._prompt[start + 1 : end + 1]
         values = logits[: len(following)].float().log_softmax(-1).clamp(min=LEAST_LOGPROB)

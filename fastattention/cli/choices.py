@@ -42,3 +42,13 @@ class CacheFormat(str, Enum):
 
     INT8 = "int8"
     FLOAT8 = "float8"
+
+
+class ToolFormat(str, Enum):
+    """--tool-format: how a served model writes tool calls; AUTO is told by its chat template."""
+
+    AUTO = "auto"
+    HERMES = "hermes"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    NONE = "none"

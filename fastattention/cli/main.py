@@ -10,7 +10,14 @@ from typing import Annotated
 import typer
 
 from fastattention import __version__
-from fastattention.cli.choices import AttnImplementation, CacheFormat, CheckedDevice, KernelDtype, ModelDtype
+from fastattention.cli.choices import (
+    AttnImplementation,
+    CacheFormat,
+    CheckedDevice,
+    KernelDtype,
+    ModelDtype,
+    ToolFormat,
+)
 from fastattention.cli.console import errors_as_messages
 from fastattention.threads import MOST_THREADS
 
@@ -235,6 +242,9 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, max=MOST, help="Answers that may wait to begin; more get 429.")
     ] = 256,
+    tool_format: Annotated[
+        ToolFormat, typer.Option(help="How the model writes tool calls; auto reads its chat template.")
+    ] = ToolFormat.AUTO,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="RUN PYTHON CODE that comes with MODEL: it can do all you can.")
     ] = False,
@@ -255,6 +265,7 @@ def serve(
             api_key=api_key,
             max_request_bytes=max_request_bytes,
             max_waiting=max_waiting,
+            tool_format=tool_format.value,
             trust_remote_code=trust_remote_code,
         )
 

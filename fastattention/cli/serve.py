@@ -29,6 +29,7 @@ def serve(
     api_key: str | None,
     max_request_bytes: str,
     max_waiting: int,
+    tool_format: str,
     trust_remote_code: bool,
 ) -> None:
     """Serves until SIGINT or SIGTERM. kv_memory, max_request_bytes: sizes, e.g. 8GiB."""
@@ -54,7 +55,7 @@ def serve(
     limits = Limits(api_key or environment.api_key(), request_bytes, max_waiting)
     settings = server.Settings(
         model=model, name=name, host=host, port=port, device=device, dtype=dtype, kv_memory=memory,
-        grace_seconds=grace_seconds, trust_remote_code=trust_remote_code, limits=limits,
+        grace_seconds=grace_seconds, trust_remote_code=trust_remote_code, tool_format=tool_format, limits=limits,
     )  # fmt: skip
     server.serve(settings, announce, warn)
 

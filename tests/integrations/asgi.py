@@ -56,7 +56,7 @@ async def call(
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "path": path,
         "method": "GET" if body is None else "POST", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
         "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()],
     }  # fmt: skip
     size = -(-len(text) // parts)
     pieces = [text[start : start + size] for start in range(0, len(text), size or 1)] or [b""]

@@ -35,3 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     save_word_model(path, VOCABULARY, **SHAPE)
     return path
+
+
+@pytest.fixture(scope="session")
+def bytewise_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights whose tokens are bytes."""
+    from integrations.serving_models import save_byte_model
+
+    path = tmp_path_factory.mktemp("bytes")
+    save_byte_model(path)
+    return path

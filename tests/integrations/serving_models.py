@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from word_model import save_word_model
@@ -23,6 +24,10 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": POSITIONS, "initializer_range": 0.5,
 }  # fmt: skip
 KEY = "a-key"
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content or message.tool_calls | tojson }} {% endfor %}"
+)
 
 
 class Served(NamedTuple):
@@ -79,15 +84,20 @@ def serve(folder: Path, kv_memory: int = 4 << 20, limits: Limits | None = None) 
 
 
 def save_byte_model(folder: Path) -> None:
-    """Writes a model whose tokens are bytes: characters beyond ASCII take several of them."""
+    """Writes a model whose tokens are bytes, and two marks of tool calls: characters beyond ASCII take several."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    save_word_model(folder, len(letters) + 1, **SHAPE)
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, eos_token="<|end|>"
-    ).save_pretrained(folder)
+    save_word_model(folder, len(letters) + 3, **SHAPE)
+    saved = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TOOLS_TEMPLATE
+    )
+    saved.add_tokens([AddedToken("[TOOL_CALLS]", special=True), AddedToken("<tool_call>", special=False)])
+    saved.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):  # the end token of the word model is a letter here
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": saved.eos_token_id}))
 
 
 def prompts(count: int = 8) -> list[list[int]]:

@@ -12,10 +12,11 @@ import httpx2
 import openai
 import pytest
 import torch
+from transformers import GenerationConfig
 from word_model import words
 
 from fastattention.integrations.transformers.serving.app import Limits, _Guard
-from integrations.serving_models import KEY, POSITIONS, VOCABULARY, Served, prompts, save_byte_model, serve
+from integrations.serving_models import KEY, POSITIONS, VOCABULARY, Served, prompts, serve
 
 PROMPT = prompts()[4]
 
@@ -28,11 +29,8 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service of a model whose tokens are bytes."""
-    path = tmp_path_factory.mktemp("bytes")
-    save_byte_model(path)
-    found = serve(path)
+def bytewise(bytewise_folder: Path) -> Iterator[Served]:
+    found = serve(bytewise_folder)
     yield found
     found.service.engine.stop(10)
 
@@ -177,6 +175,23 @@ def test_tools_and_calls_come_to_the_template(served: Served, monkeypatch: pytes
     assert reply.json["choices"][0]["message"]["content"].split() == words(served.greedy([7, 4])).split()
 
 
+def test_a_chat_of_transformers_is_served(served: Served) -> None:
+    """It asks for the model first, and sends its parameters as a GenerationConfig."""
+    assert served.ask("/load_model", {"model": "tiny"}).body == b'data: {"status": "ready", "cached": true}\n\n'
+
+    def said(**config: Any) -> str:
+        body = {"messages": [{"role": "user", "content": words(PROMPT)}], "max_tokens": None}
+        text = GenerationConfig(max_new_tokens=8, **config).to_json_string()
+        reply = served.ask("/v1/chat/completions", {**body, "seed": 1, "generation_config": text})
+        return str(reply.json["choices"][0]["message"]["content"])
+
+    greedy = words(served.greedy(PROMPT))
+    assert said(do_sample=False).split() == greedy.split()
+    assert said(do_sample=False, temperature=2.0) == said() == said(do_sample=True, top_k=1)
+    assert said(do_sample=True, temperature=3.0) == " " + served.text(PROMPT, temperature=3.0, seed=1).strip()
+    assert said(do_sample=True, temperature=3.0).split() != greedy.split()
+
+
 # Ends
 
 
@@ -205,6 +220,35 @@ def test_an_end_token_ends_unless_it_is_ignored(served: Served) -> None:
     assert found["usage"]["completion_tokens"] == 1
     found = served.complete(PROMPT, logit_bias=bias, ignore_eos=True)
     assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (8, "length")
+
+
+def test_a_stop_token_ends_and_is_shown_on_demand(served: Served) -> None:
+    """An end token is special: it has no text unless special tokens do."""
+    one, two, three, *_ = words(served.greedy(PROMPT)).split()
+    stop = {"stop_token_ids": [int(three[1:])]}
+    shown = {"include_stop_str_in_output": True}
+    end = {"logit_bias": {"2": 100}}
+    for expected, body in (
+        (f" {one} {two}", stop),
+        (f" {one} {two}", {**stop, "ignore_eos": True}),
+        (f" {one} {two} {three}", {**stop, **shown}),
+        (f" {one} {two}", {"stop": two, **shown}),
+        ("", {**end, **shown}),
+        ("", {**end, "skip_special_tokens": False}),
+        (" </s>", {**end, **shown, "skip_special_tokens": False}),
+    ):
+        choice = served.complete(PROMPT, **body)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (expected, "stop"), body
+    assert served.text(PROMPT, **end, ignore_eos=True, skip_special_tokens=False) == " </s>" * 8
+
+
+def test_nothing_ends_an_answer_before_min_tokens(served: Served) -> None:
+    first, second, third, *_ = served.greedy(PROMPT)
+    found = served.complete(PROMPT, logit_bias={"2": 100}, min_tokens=3)
+    assert found["usage"]["completion_tokens"] == 4
+    assert not {"</s>", f"t{third}"} & set(served.text(PROMPT, stop_token_ids=[third], min_tokens=8).split())
+    found = served.complete(PROMPT, stop=[f"t{first}", f"t{third}"], min_tokens=2)["choices"][0]
+    assert (found["text"], found["finish_reason"]) == (f" t{first} t{second} ", "stop")
 
 
 def test_an_answer_ends_where_the_room_does(served: Served) -> None:
@@ -316,8 +360,8 @@ def test_the_openai_client_is_served_and_told_the_reason(served: Served) -> None
             pieces = [each.choices[0].delta.content or "" async for each in stream]
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model="tiny", messages=messages, temperature=-1)
-            with pytest.raises(openai.NotFoundError, match=r"responses"):
-                await client.responses.create(model="tiny", input="t3")
+            with pytest.raises(openai.NotFoundError, match=r"embeddings"):
+                await client.embeddings.create(model="tiny", input="t3")
             return whole, pieces, str(caught.value)
 
     whole, pieces, error = asyncio.run(ask())

@@ -1,11 +1,10 @@
-"""What the server refuses, clients that leave, overload, and models that cannot be served."""
+"""What the server refuses, and models that cannot be served."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ WAITING, REQUEST_BYTES = 8, 100_000
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    """A service with pages for two long answers."""
-    found = serve(folder, kv_memory=1 << 20, limits=Limits(request_bytes=REQUEST_BYTES, waiting=WAITING))
+    found = serve(folder, limits=Limits(request_bytes=REQUEST_BYTES, waiting=WAITING))
     yield found
     found.service.engine.stop(10)
 
@@ -40,6 +38,13 @@ def said(**message: Any) -> dict[str, Any]:
 IMAGE = [{"type": "text", "text": "t3"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
 AUDIO = [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CONFIGS = {
+    "{": "generation_config must be a JSON object in a string, got '{'",
+    "[]": "generation_config must be a JSON object",
+    '{"num_beams": 4}': "generation_config: num_beams=4 is not served",
+    '{"max_new_tokens": 0}': "max_tokens: input should be greater than or equal to 1, got 0",
+}
 BAD_CHATS: list[tuple[Any, str | None, str]] = [
     ({}, "messages", "messages is missing"),
     ({"messages": 3}, "messages", "got 3"),
@@ -54,8 +59,26 @@ BAD_CHATS: list[tuple[Any, str | None, str]] = [
     (said(content=AUDIO), "messages", "part of type 'input_audio'"),
     (said(role="assistant", audio={"id": "1"}), "messages", "messages[0].audio is not served"),
     (said(role="assistant", tool_calls=[CALL]), "messages", "function.arguments is not JSON"),
-    ({**said(), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "takes no tools"),
-    ({**said(), "tool_choice": "required"}, None, "tool_choice='required' is not served"),
+    (said(role="assistant", tool_calls=3), "messages", "messages[0].tool_calls must be a list, got 3"),
+    ({**said(), "tools": TOOLS}, "tools", "takes no tools"),
+    ({**said(), "tool_choice": "required"}, None, "tool_choice='required' needs tools"),
+    ({**said(), "tool_choice": "any"}, None, "tool_choice='any' is not served; use 'auto', 'none', 'required' or"),
+    (
+        {**said(), "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        None,
+        "tools lack 'g'",
+    ),
+    (
+        {**said(), "tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        None,
+        "is not served; use",
+    ),
+    ({**said(), "tools": TOOLS, "tool_choice": "required", "min_tokens": 1}, None, "not served with min_tokens"),
+    ({**said(), "tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is missing"),
+    ({**said(), "tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools.0.type", "'function', got 'custom'"),
+    ({**said(), "echo": True}, None, "echo=True is not served"),
+    ({**said(), "max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
+    ({**said(), "max_completion_tokens": 1, "min_tokens": 2}, None, "min_tokens=2 must be at most max_tokens=1"),
     ({**said(), "top_logprobs": 2}, None, "top_logprobs needs logprobs=true"),
     ({**said(), "logprobs": 3}, "logprobs", "boolean"),
     ({**said(), "reasoning_effort": "high"}, None, "reasoning_effort='high' is not served"),
@@ -69,6 +92,13 @@ BAD_CHATS: list[tuple[Any, str | None, str]] = [
         "must not have chat_template",
     ),
 ]
+
+
+@pytest.mark.parametrize(("text", "message"), CONFIGS.items())
+def test_a_bad_generation_config_is_refused_with_the_reason(served: Served, text: str, message: str) -> None:
+    reply = served.ask("/v1/chat/completions", {**said(), "generation_config": text})
+    assert reply.status == 400
+    assert message in reply.error["message"]
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS, ids=[message for *_, message in BAD_CHATS])
@@ -102,7 +132,14 @@ BAD_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": words(LONG)}, f"the prompt has {POSITIONS} tokens; this server takes 1 to {POSITIONS - 1}"),
     ({"prompt": LONG}, f"the prompt has {POSITIONS} tokens"),
     ({"prompt": "t3", "max_tokens": "many"}, "max_tokens: input should be a valid integer, got 'many'"),
-    ({"prompt": "t3", "max_tokens": 0}, "max_tokens: input should be greater than or equal to 1, got 0"),
+    ({"prompt": "t3", "max_tokens": 0}, "max_tokens must be at least 1, got 0; 0 needs echo=true"),
+    ({"prompt": "t3", "max_tokens": -1, "echo": True}, "greater than or equal to 0, got -1"),
+    ({"prompt": "t3", "min_tokens": 17}, "min_tokens=17 must be at most max_tokens=16"),
+    ({"prompt": "t3", "min_tokens": 2, "response_format": {"type": "json_object"}}, "not served with response_format"),
+    ({"prompt": "t3", "stop_token_ids": [999]}, f"stop_token_ids: token 999 must be 0 to {VOCABULARY - 1}"),
+    ({"prompt": "t3", "stop_token_ids": [-1]}, "stop_token_ids: token -1 must be"),
+    ({"prompt": "t3", "stop_token_ids": 3}, "stop_token_ids"),
+    ({"prompt": "t3", "skip_special_tokens": "no"}, "skip_special_tokens: input should be a valid boolean, got 'no'"),
     ({"prompt": "t3", "temperature": -1}, "temperature"),
     ({"prompt": "t3", "temperature": "hot"}, "temperature: input should be a valid number, got 'hot'"),
     (b'{"prompt": "t3", "temperature": NaN}', "temperature"),
@@ -120,7 +157,6 @@ BAD_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": "t3", "logit_bias": {"999": 3}}, "logit_bias: token 999"),
     ({"prompt": "t3", "logprobs": 21}, "logprobs"),
     ({"prompt": "t3", "best_of": 3}, "best_of=3 is not served"),
-    ({"prompt": "t3", "echo": True}, "echo=True is not served"),
     ({"prompt": "t3", "suffix": "t4"}, "suffix='t4' is not served"),
     ({"prompt": "t3", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "t3", "stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
@@ -142,6 +178,7 @@ def test_parameters_that_ask_for_nothing_are_taken(served: Served) -> None:
         "n": None, "frequency_penalty": 0, "presence_penalty": 0.0, "stop": None, "logprobs": None, "user": "me",
         "best_of": 1, "echo": False, "suffix": None, "logit_bias": None, "seed": None, "model": "tiny", "stream": None,
         "response_format": {"type": "text"}, "metadata": {"a": "b"}, "repetition_penalty": 1.0, "top_k": -1,
+        "min_tokens": 0, "stop_token_ids": None, "include_stop_str_in_output": False, "skip_special_tokens": True,
     }  # fmt: skip
     assert served.tokens(PROMPT, **neutral) == served.greedy(PROMPT)
 
@@ -150,8 +187,9 @@ def test_parameters_that_ask_for_nothing_are_taken(served: Served) -> None:
     ("path", "body", "status"),
     [
         ("/load_model", {"model": "another"}, 404),
+        ("/load_model", {}, 400),
         ("/reset", {}, 404),
-        ("/v1/responses", {"input": "t3"}, 404),
+        ("/v1/responses/resp_1", None, 404),
         ("/v1/audio/transcriptions", b"--x", 404),
         ("/v1/completions", None, 405),
         ("/v1/completions", {"prompt": "t3", "model": "another"}, 404),
@@ -200,6 +238,34 @@ def test_a_key_is_asked_for_everywhere_but_for_health(served: Served, given: str
     assert asyncio.run(call(app, "/health")).status == 200
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Length": "many"}, 400),
+        ({"Content-Length": "-1"}, 400),
+        ({"Content-Length": "+1"}, 400),
+        ({"Content-Length": "\u00b2"}, 400),
+        ({"Content-Length": "9" * 5000}, 413),
+        ({"Host": "[::1"}, 200),
+        ({"Host": "a b/\u00e9:x"}, 200),
+        ({"Authorization": "\u00e9", "Content-Type": "\u00e9; charset=", "Accept": "\u00e9"}, 200),
+        ({"Content-Encoding": "gzip"}, 415),
+        ({"Cookie": '"', "Range": "bytes=x", "If-Modified-Since": "x", "Expect": "x"}, 200),
+    ],
+    ids=str,
+)
+def test_a_malformed_header_fails_nothing(served: Served, headers: dict[str, str], status: int) -> None:
+    async def ask() -> list[Reply]:
+        body = {"prompt": "t3", "max_tokens": 1}
+        app, paths = served.service.app(), ("/v1/completions", "/no", "/health/")
+        return [await call(app, path, body, headers=headers, parts=2) for path in paths]
+
+    first, *others = asyncio.run(ask())
+    assert first.status == status
+    assert status == 200 or first.error["message"]
+    assert all(reply.status in (307, 404, 405) for reply in others)
+
+
 @pytest.mark.parametrize("parts", [1, 7], ids=["with its length", "in parts"])
 def test_a_body_that_is_too_large_is_not_read(served: Served, parts: int) -> None:
     reply = served.ask("/v1/completions", {"prompt": "t3 " * REQUEST_BYTES}, parts=parts)
@@ -245,115 +311,6 @@ def test_others_are_answered_while_a_text_is_split(served: Served, monkeypatch: 
         return await asked
 
     assert asyncio.run(ask()).status == 200
-
-
-# Clients that leave, and overload
-
-
-ENDLESS = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
-
-
-async def until_idle(served: Served) -> None:
-    """Waits until no request is under way, and all pages are free but those of prefixes to share."""
-    engine = served.service.engine
-    for _ in range(6000):
-        if not engine.running and not engine.waiting and not engine._generations:
-            break
-        await asyncio.sleep(0.01)
-    assert (engine.running, engine.waiting) == (0, 0)
-    engine._batch.cache.evict_cached_blocks()
-    assert engine._batch.cache.compute_free_capacity() == 1.0
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_pages(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    engine = served.service.engine
-    step = engine._step
-
-    def slow_step() -> bool:  # the answers would take seconds
-        time.sleep(0.01)
-        return step()
-
-    async def leave() -> Reply:
-        left = asyncio.Event()
-        body = {"prompt": PROMPT, "stream": stream, "n": 3, **ENDLESS}
-        asked = asyncio.ensure_future(call(served.service.app(), "/v1/completions", body, leave=left))
-        while not engine.running:
-            await asyncio.sleep(0.001)
-        generations = list(engine._generations.values())
-        left.set()
-        reply = await asked
-        await until_idle(served)
-        assert [one._count < 400 for one in generations] == [True] * 3
-        return reply
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_step", slow_step)
-        reply = asyncio.run(leave())
-    assert reply.status == (200 if stream else 499)
-    assert b"[DONE]" not in reply.body
-    assert served.tokens(PROMPT) == served.greedy(PROMPT)
-
-
-def test_a_client_that_leaves_while_it_waits_is_forgotten(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def leave() -> None:
-        monkeypatch.setattr(served.service.engine._batch.scheduler, "block_new_requests", True)
-        left = asyncio.Event()
-        asked = asyncio.ensure_future(
-            call(served.service.app(), "/v1/completions", {"prompt": PROMPT, **ENDLESS}, leave=left)
-        )
-        while not served.service.engine.waiting:
-            await asyncio.sleep(0.001)
-        left.set()
-        assert (await asked).status == 499
-        await until_idle(served)
-
-    asyncio.run(leave())
-
-
-def test_more_than_may_wait_are_told_to_come_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = served.service.engine._batch.scheduler
-
-    async def crowd() -> None:
-        app = served.service.app()
-        monkeypatch.setattr(scheduler, "block_new_requests", True)
-        waiting = [
-            asyncio.ensure_future(call(app, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2}))
-            for _ in range(WAITING)
-        ]
-        while served.service.engine.waiting < WAITING:
-            await asyncio.sleep(0.001)
-        reply = await call(app, "/v1/completions", {"prompt": PROMPT})
-        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
-        assert reply.error["type"] == "rate_limit_error"
-        scheduler.block_new_requests = False
-        served.service.engine._wake.set()
-        assert [one.status for one in await asyncio.gather(*waiting)] == [200] * WAITING
-
-    asyncio.run(crowd())
-
-
-def test_requests_that_the_cache_cannot_hold_take_turns(served: Served) -> None:
-    bodies = [{"prompt": one + [5] * 200, "max_tokens": 80, "ignore_eos": True} for one in prompts()]
-    bodies += [{**body, "temperature": 1.0, "seed": 1, "presence_penalty": 1.0} for body in bodies[:2]]
-    alone = [served.ask("/v1/completions", body).json["choices"] for body in bodies]
-    together = served.ask_all("/v1/completions", bodies[:WAITING]) + served.ask_all("/v1/completions", bodies[WAITING:])
-    assert [one.json["choices"] for one in together] == alone
-
-
-def test_a_step_that_fails_is_told_and_the_next_is_served(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(served.service.engine._batch.model_runner, "compute_batch", fail)
-        reply = served.ask("/v1/completions", {"prompt": PROMPT})
-        assert reply.status == 500
-        assert "no memory" in reply.error["message"]
-        reply = served.ask("/v1/completions", {"prompt": PROMPT, "stream": True})
-        assert b"no memory" in reply.body
-        assert b"[DONE]" not in reply.body
-    assert served.tokens(PROMPT) == served.greedy(PROMPT)
 
 
 # Models that cannot be served

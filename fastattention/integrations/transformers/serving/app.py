@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hmac
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,25 +18,26 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fastattention.integrations.transformers.serving.answers import (
-    Answer,
-    ChatWriter,
-    CompletionWriter,
-    Writer,
-    event,
-    usage,
-)
-from fastattention.integrations.transformers.serving.engine import Engine, Generation, Piece
+from fastattention.integrations.transformers.serving.answers import ChatWriter, CompletionWriter, Writer, event
+from fastattention.integrations.transformers.serving.echoes import Echo
+from fastattention.integrations.transformers.serving.engine import Engine
 from fastattention.integrations.transformers.serving.errors import RequestError
-from fastattention.integrations.transformers.serving.grammar import Grammars
+from fastattention.integrations.transformers.serving.exchange import CLIENT_LEFT, Exchange
+from fastattention.integrations.transformers.serving.grammar import Grammar, Grammars
 from fastattention.integrations.transformers.serving.metrics import Metrics
 from fastattention.integrations.transformers.serving.prompts import Prompts
-from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, StreamOptions, read
+from fastattention.integrations.transformers.serving.protocol import ChatRequest, CompletionRequest, ModelRequest, read
+from fastattention.integrations.transformers.serving.responses import ResponseRequest, ResponseWriter
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser
 from fastattention.integrations.transformers.serving.text import Detokenizer
+from fastattention.integrations.transformers.serving.tools import (
+    CallReader,
+    find_format,
+    grammar_of_calls,
+    has_special_marks,
+)
 
 _T = TypeVar("_T")
-CLIENT_LEFT = 499  # as proxies log it
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,18 @@ class Limits:
 class Service:
     """One model, and the requests to it."""
 
-    def __init__(self, name: str, engine: Engine, tokenizer: Any, limits: Limits, defaults: Any) -> None:
-        """name: by which clients call the model; defaults: the model's GenerationConfig."""
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: Any, limits: Limits, defaults: Any, tool_format: str = "auto"
+    ) -> None:
+        """name: by which clients call the model; defaults: its GenerationConfig; tool_format: of `find_format`."""
         self.name, self.engine, self._tokenizer = name, engine, tokenizer
         self._limits, self._defaults = limits, defaults
         eos = defaults.eos_token_id if defaults.eos_token_id is not None else tokenizer.eos_token_id
-        self._eos: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        found: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self._eos = [token for token in found if token < engine.vocab_size]
         self._prompts = Prompts(tokenizer, engine.longest, engine.vocab_size)
         self._grammars = Grammars(tokenizer, engine.vocab_size, self._eos)
+        self._tool_format = find_format(tool_format, str(tokenizer.chat_template))
         self._metrics = Metrics(engine)
         self._created = int(time.time())
         # One thread: tokenizers are not made for several at once.
@@ -71,8 +75,10 @@ class Service:
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
+            Route("/load_model", self._load_model, methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", self._counters),
         ]
@@ -87,36 +93,60 @@ class Service:
         return app if self._limits.api_key is None else _Guard(app, self._limits.api_key)
 
     async def _completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        asked = read(CompletionRequest, body)
+        asked = read(CompletionRequest, await self._body(request))
         self._check_model(asked.model)
         self._check_room(len(asked.prompts) * asked.n)
         prompts = [await self._beside(self._prompts.complete, one) for one in asked.prompts]
-        writer = CompletionWriter(self.name, self._word, asked.logprobs is not None)
-        return await self._respond(request, asked, prompts, writer)
+        writer = CompletionWriter(self.name, self._word, asked.logprobs is not None, asked.stream_options)
+        echoes: list[Echo | None] = [None] * len(prompts)
+        if asked.echo:
+            make = functools.partial(self._prompts.echo, asked.skip_special_tokens, asked.logprobs is not None)
+            pairs = zip(asked.prompts, prompts, strict=True)
+            echoes = [await self._beside(make, given, tokens) for given, tokens in pairs]
+        return await self._respond(request, asked, prompts, writer, echoes)
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        asked = read(ChatRequest, body)
+        asked = read(ChatRequest, await self._body(request))
+        make = functools.partial(ChatWriter, self.name, self._word, asked.logprobs, asked.stream_options)
+        return await self._answer_chat(request, asked, make)
+
+    async def _responses(self, request: Request) -> Response:
+        asked = read(ResponseRequest, await self._body(request))
+        return await self._answer_chat(request, asked.chat(), functools.partial(ResponseWriter, self.name, asked))
+
+    async def _answer_chat(
+        self, request: Request, asked: ChatRequest, make_writer: Callable[[Callable[[], CallReader] | None], Writer]
+    ) -> Response:
+        """make_writer: takes what makes readers of tool calls, None where they stay text."""
         self._check_model(asked.model)
         self._check_room(asked.n)
-        tools = None if asked.tool_choice == "none" else asked.tools
+        tools = None if asked.tool_choice == "none" else asked.described_tools
         options = asked.chat_template_kwargs or {}
         prompt = await self._beside(self._prompts.chat, asked.messages, tools, options)
-        return await self._respond(request, asked, [prompt], ChatWriter(self.name, self._word, asked.logprobs))
+        form, reader = self._tool_format, None
+        if tools and form is not None:
+            names, most = {one["function"]["name"] for one in tools}, asked.most_calls
+            reader = functools.partial(CallReader, form, names, most)
+            if has_special_marks(form, self._tokenizer):  # or they would have no text
+                asked = asked.model_copy(update={"skip_special_tokens": False})
+        return await self._respond(request, asked, [prompt], make_writer(reader))
 
     def _refuse(self, request: Request, error: RequestError) -> Response:
         self._metrics.count(request, error.status)
         return _answer_error(error)
 
     async def _respond(
-        self, request: Request, asked: CompletionRequest | ChatRequest, prompts: Sequence[list[int]], writer: Writer
+        self,
+        request: Request,
+        asked: CompletionRequest | ChatRequest,
+        prompts: Sequence[list[int]],
+        writer: Writer,
+        echoes: Sequence[Echo | None] = (None,),
     ) -> Response:
-        """Generates the answers, and writes them at once or as they come."""
-        exchange = _Exchange(self.engine, self._metrics, request)
-        schema = asked.answer_schema
-        grammar = None if schema is None else await self._beside(self._grammars.of_schema, schema)
-        for prompt in prompts:
+        """Generates the answers, and writes them at once or as they come. echoes: what begins each prompt's answers."""
+        exchange = Exchange(self.engine, self._metrics, request)
+        grammar = await self._beside(self._grammar, asked)
+        for prompt, echo in zip(prompts, echoes, strict=True):
             choosers = [
                 TokenChooser(self._sampling(asked, choice), prompt, None if grammar is None else grammar.copy())
                 for choice in range(asked.n)
@@ -125,16 +155,27 @@ class Service:
             exchange.add(
                 prompt,
                 choosers,
-                functools.partial(Detokenizer, self._tokenizer, prompt),
-                max_tokens=min(asked.wanted_tokens or room, room),
+                functools.partial(Detokenizer, self._tokenizer, prompt, asked.skip_special_tokens),
+                echo=echo,
+                max_tokens=room if asked.wanted_tokens is None else min(asked.wanted_tokens, room),
                 stop=asked.stop,
-                eos=() if asked.ignore_eos else self._eos,
+                include_stop=asked.include_stop_str_in_output,
             )
         self._check_room(len(exchange.answers))
         if asked.stream:
-            options = asked.stream_options or StreamOptions()
-            return StreamingResponse(exchange.stream(writer, options), media_type="text/event-stream")
+            return StreamingResponse(exchange.stream(writer), media_type="text/event-stream")
         return await exchange.whole(writer)
+
+    def _grammar(self, asked: CompletionRequest | ChatRequest) -> Grammar | None:
+        """What an answer must follow, if anything. Raises RequestError (400) for what is not served."""
+        if isinstance(asked, ChatRequest) and (tools := asked.required_tools):
+            if self._tool_format is None:
+                message = "tool_choice: how this model writes calls is not known; name it by --tool-format"
+                raise RequestError(400, message, "tool_choice")
+            lark = grammar_of_calls(self._tool_format, tools, asked.most_calls, self._tokenizer)
+            return self._grammars.of_calls(lark)
+        schema = asked.answer_schema
+        return None if schema is None else self._grammars.of_schema(schema)
 
     def _sampling(self, asked: CompletionRequest | ChatRequest, choice: int) -> Sampling:
         """The sampling of one choice. The model's own defaults count if it samples by default; others are greedy."""
@@ -146,10 +187,11 @@ class Service:
             cuts = (asked.top_p or 1.0) < 1.0 or (asked.top_k or 0) > 0 or (asked.min_p or 0.0) > 0.0
             usual = (1.0 if cuts else 0.0, 1.0, 0, 0.0)
         temperature, top_p, top_k, min_p = (b if a is None else a for a, b in zip(given, usual, strict=True))
-        for token in asked.logit_bias:
-            if token >= self.engine.vocab_size:
-                allowed = f"0 to {self.engine.vocab_size - 1}"
-                raise RequestError(400, f"logit_bias: token {token} must be {allowed}", "logit_bias")
+        for name, tokens in (("logit_bias", asked.logit_bias), ("stop_token_ids", asked.stop_token_ids)):
+            for token in tokens:
+                if not 0 <= token < self.engine.vocab_size:
+                    allowed = f"0 to {self.engine.vocab_size - 1}"
+                    raise RequestError(400, f"{name}: token {token} must be {allowed}", name)
         return Sampling(
             temperature=temperature,
             top_p=top_p,
@@ -161,13 +203,21 @@ class Service:
             logit_bias=asked.logit_bias,
             seed=None if asked.seed is None else f"{asked.seed}, choice {choice}",
             logprobs=asked.wanted_logprobs,
+            end_tokens=(*asked.stop_token_ids, *(() if asked.ignore_eos else self._eos)),
+            min_tokens=asked.min_tokens,
         )
 
     async def _body(self, request: Request) -> bytes:
         """The request's body. Raises RequestError (413) as soon as it is too large."""
         most = self._limits.request_bytes
         error = RequestError(413, f"the request has more than {most} bytes (--max-request-bytes)", code="too_large")
-        if int(request.headers.get("content-length") or 0) > most:
+        length = request.headers.get("content-length", "0")
+        if not (length.isascii() and length.isdecimal()):
+            raise RequestError(400, f"Content-Length must be a number of bytes, got {length[:80]!r}")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise RequestError(415, f"Content-Encoding {encoding[:80]!r} is not served; send the body as it is")
+        if len(length) > 18 or int(length) > most:
             raise error
         body = bytearray()
         async for part in request.stream():
@@ -202,6 +252,11 @@ class Service:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._described())
 
+    async def _load_model(self, request: Request) -> Response:
+        """Tells `transformers chat` that the model is there. It asks before it begins, and nothing is loaded."""
+        self._check_model(read(ModelRequest, await self._body(request)).model)
+        return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
+
     def _described(self) -> dict[str, Any]:
         return {
             "id": self.name,
@@ -217,111 +272,6 @@ class Service:
 
     async def _counters(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
-
-
-class _Exchange:
-    """One request under way: its answers, and whether its client is still there."""
-
-    def __init__(self, engine: Engine, metrics: Metrics, request: Request) -> None:
-        self.answers: list[Answer] = []
-        self._engine, self._metrics, self._request = engine, metrics, request
-        self._groups: list[list[Generation]] = []  # by prompt
-        self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: the client has left
-        self._begun = time.perf_counter()
-        self._status = CLIENT_LEFT  # until all answers are complete
-
-    def add(
-        self, prompt: list[int], choosers: Sequence[TokenChooser], detokenizer: Callable[[], Detokenizer], **ends: Any
-    ) -> None:
-        """Adds a prompt and its choices. ends: max_tokens, stop and eos of `Generation`."""
-        group = []
-        for chooser in choosers:
-            deliver = functools.partial(self._deliver, len(self.answers))
-            group.append(Generation(prompt, chooser, detokenizer(), deliver=deliver, **ends))
-            self.answers.append(Answer())
-        self._groups.append(group)
-
-    def _deliver(self, index: int, piece: Piece) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
-
-    async def whole(self, writer: Writer) -> Response:
-        """The answer once it is complete. Raises RequestError where it failed."""
-        async with contextlib.aclosing(self._received()) as received:
-            async for _ in received:
-                pass
-        self._metrics.count(self._request, self._status)
-        if self._status == CLIENT_LEFT:
-            return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(writer.whole(self.answers, self._usage()))
-
-    async def stream(self, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
-        """Server-sent events. An error is an event, since the status has been sent."""
-        begun: set[int] = set()
-        try:
-            async with contextlib.aclosing(self._received()) as received:
-                async for index, piece in received:
-                    if piece.text or piece.logprobs or piece.finish_reason is not None:
-                        body = writer.chunk(index, piece, index not in begun)
-                        if options.include_usage:
-                            body["usage"] = self._usage() if options.continuous_usage_stats else None
-                        yield event(body)
-                        begun.add(index)
-            if options.include_usage:
-                yield event(writer.usage_chunk(self._usage()))
-            yield "data: [DONE]\n\n"
-        except RequestError as error:
-            self._status = error.status
-            yield event(error.body())
-        finally:
-            self._metrics.count(self._request, self._status)
-
-    async def _received(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Submits all, and gives pieces as they come, until all answers are complete or the client has left.
-
-        Whatever ends it, answers that are not complete are canceled. Raises RequestError where one failed.
-        """
-        watch = asyncio.ensure_future(self._until_left())
-        watch.add_done_callback(lambda _: self._pieces.put_nowait(None))
-        try:
-            for group in self._groups:
-                self._engine.submit(group)
-            open_answers = len(self.answers)
-            while open_answers and (got := await self._pieces.get()) is not None:
-                index, piece = got
-                if piece.error is not None:
-                    raise piece.error
-                if not any(one.tokens for one in self.answers):
-                    self._metrics.first_token.observe(time.perf_counter() - self._begun)
-                self.answers[index].add(piece)
-                open_answers -= piece.finish_reason is not None
-                yield index, piece
-            if not open_answers:
-                self._status = 200
-        finally:
-            watch.cancel()
-            generations = (one for group in self._groups for one in group)
-            for generation, answer in zip(generations, self.answers, strict=True):
-                if answer.finish_reason is None:
-                    self._engine.cancel(generation)
-            self._count_tokens()
-
-    async def _until_left(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-
-    def _count_tokens(self) -> None:
-        metrics, used = self._metrics, self._usage()
-        metrics.prompt_tokens.inc(used["prompt_tokens"])
-        metrics.cached_tokens.inc(used["prompt_tokens_details"]["cached_tokens"])
-        metrics.tokens.inc(used["completion_tokens"])
-        metrics.duration.observe(time.perf_counter() - self._begun)
-
-    def _usage(self) -> dict[str, Any]:
-        firsts = [group[0] for group in self._groups]
-        cached_tokens = sum(one.cached_tokens or 0 for one in firsts)
-        return usage(sum(len(one.prompt) for one in firsts), cached_tokens, self.answers)
 
 
 class _Guard:
@@ -346,7 +296,7 @@ def _answer_error(error: RequestError) -> Response:
 
 
 def _answer_http_error(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
     return JSONResponse(RequestError(error.status_code, message).body(), error.status_code, error.headers)
 
 

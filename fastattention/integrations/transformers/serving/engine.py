@@ -8,12 +8,13 @@ chooses its token from them (docs/decisions/0072-serve-by-a-loop-of-our-own.md).
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers import NAME, batching
+from fastattention.integrations.transformers.serving.echoes import Echo, PromptLogprobs
 from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser, TokenLogprob, choose
 from fastattention.integrations.transformers.serving.text import Detokenizer, StopStrings
@@ -59,38 +61,45 @@ class Generation:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
-        eos: Iterable[int] = (),
+        include_stop: bool = False,
+        echo: Echo | None = None,
         deliver: Callable[[Piece], None],
     ) -> None:
-        """deliver: called in the engine's thread."""
+        """max_tokens: 0 gives the echo alone; echo: the first piece; deliver: called in the engine's thread.
+
+        include_stop: the text holds the stop string or token at its end
+        """
         self.prompt, self.chooser, self.deliver = prompt, chooser, deliver
         self.cached_tokens: int | None = None  # of the prompt, found in the cache; None before the first step
         self.id = ""  # given by the engine
         self.followers: list[Generation] = []  # answers to the same prompt, which begin once its pages can be shared
-        self._detokenizer, self._stop = detokenizer, StopStrings(stop)
-        self._max_tokens, self._eos = max_tokens, frozenset(eos)
-        self._count = self._characters = 0
+        self._detokenizer, self._stop = detokenizer, StopStrings(stop, include_stop)
+        self.max_tokens, self._include_stop = max_tokens, include_stop
+        self.echo = echo
+        self._count, self._characters = 0, 0 if echo is None else len(echo.text)
 
     def accept(self, token: int, logprob: TokenLogprob | None) -> Piece:
         """Takes the next token. Returns what it adds."""
         grammar = self.chooser.grammar
         if grammar is not None and grammar.error is not None:
-            return Piece(error=RequestError(400, f"response_format: {grammar.error}", "response_format"))
+            return Piece(error=RequestError(400, f"{grammar.param}: {grammar.error}", grammar.param))
         self._count += 1
         piece = Piece(tokens=1)
         if logprob is not None:
             piece.logprobs.append((logprob, self._characters))
-        ended = token in self._eos
-        if not ended:
+        sampling = self.chooser.sampling
+        ended = token in sampling.end_tokens
+        if not ended or self._include_stop:
             text = self._detokenizer.push(token)
             self._characters += len(text)
-            piece.text, found = self._stop.push(text)
+            # A stop string counts from the first token on after min_tokens.
+            piece.text, found = self._stop.push(text) if self._count > sampling.min_tokens else (text, False)
             if found:
                 piece.finish_reason = "stop"
                 return piece
         if ended or (grammar is not None and grammar.complete):
             piece.finish_reason = "stop"
-        elif self._count >= self._max_tokens:
+        elif self._count >= self.max_tokens:
             piece.finish_reason = "length"
         if piece.finish_reason is not None:
             text, found = self._stop.push(self._detokenizer.finish())
@@ -118,6 +127,7 @@ class Engine:
         self._commands: queue.SimpleQueue[tuple[Callable[..., None], Any]] = queue.SimpleQueue()
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._numbers = itertools.count()
+        self._echoed: collections.deque[tuple[Sequence[Generation], PromptLogprobs]] = collections.deque()
         self.cache_usage = 0.0  # share of the pages that hold keys and values of requests or of prefixes to share
         self._logits = _LogitsKeeper(model, MOST_REQUESTS)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -214,10 +224,11 @@ class Engine:
             function, argument = self._commands.get()
             function(argument)
         batch = self._batch
+        echoed = self._read_echoed()
         busy = batch.prepare_next_batch()
         self.cache_usage = 1.0 - float(batch.cache.compute_free_capacity())
         if not busy:
-            return False
+            return echoed
         inputs, runner = batch.inputs_and_outputs, batch.model_runner
         for one in inputs.requests_in_batch:
             generation = self._generations[one.state.request_id]
@@ -245,7 +256,44 @@ class Engine:
             one.id = str(next(self._numbers))
             self._generations[one.id] = one
         first = generations[0]
-        first.followers = list(generations[1:])
+        if first.echo is None or first.echo.places is None:
+            self._begin(generations, [])
+        else:
+            logprobs = PromptLogprobs(self._model, first.prompt, first.chooser.sampling.logprobs or 0)
+            self._echoed.append((generations, logprobs))
+
+    def _read_echoed(self) -> bool:
+        """Reads a chunk of the first prompt whose log probabilities are asked for. Returns False if there is none."""
+        while self._echoed and all(one.id not in self._generations for one in self._echoed[0][0]):
+            self._echoed.popleft()  # canceled
+        if not self._echoed:
+            return False
+        generations, logprobs = self._echoed[0]
+        try:
+            if logprobs.read_chunk():
+                self._echoed.popleft()
+                self._begin(generations, logprobs.found)
+        except Exception as error:  # the batch does not depend on it
+            _log.error("log probabilities of a prompt failed", exc_info=error)
+            failed = RequestError(500, f"log probabilities of the prompt failed: {type(error).__name__}: {error}")
+            for one in generations:
+                self._end(one, Piece(error=failed))
+        return True
+
+    def _begin(self, generations: Sequence[Generation], logprobs: Sequence[TokenLogprob]) -> None:
+        generations = [one for one in generations if one.id in self._generations]  # others are canceled
+        for one in generations:
+            if one.echo is not None:
+                piece = Piece(one.echo.text, list(zip(logprobs, one.echo.places or (), strict=True)))
+                if one.max_tokens:
+                    one.deliver(piece)
+                else:
+                    piece.finish_reason = "length"
+                    self._end(one, piece)
+        first = generations[0]
+        if not first.max_tokens:
+            return
+        first.followers = generations[1:]
         self._schedule(first)
         cache = self._batch.cache
         if not cache.use_prefix_sharing or len(first.prompt) <= self._batch.cb_config.page_size:
@@ -269,10 +317,14 @@ class Engine:
             self._batch.scheduler.block_new_requests = False  # set where pages were short
             self._schedule_followers(generation)
 
+    def _end(self, generation: Generation, piece: Piece) -> None:
+        if generation.id in self._generations:
+            self._cancel(generation)
+            generation.deliver(piece)
+
     def _fail_all(self, error: RequestError) -> None:
         for generation in list(self._generations.values()):
-            self._cancel(generation)
-            generation.deliver(Piece(error=error))
+            self._end(generation, Piece(error=error))
 
     def _recover(self, error: Exception) -> None:
         """Fails all requests of a step that failed, and goes on with an empty cache."""

@@ -22,6 +22,12 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def shortened(value: object) -> str:
+    """What a client sent, for a message."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
+
+
 def context_too_long(given: str, longest: int, param: str) -> RequestError:
     """The error for a prompt that leaves no room for an answer. given: its size, in words."""
     return RequestError(

@@ -1,9 +1,9 @@
-"""Constrains answers to a JSON schema, by llguidance."""
+"""Constrains answers to JSON schemas and tool calls, by llguidance."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,30 +22,39 @@ class Grammars:
 
     def of_schema(self, schema: dict[str, Any]) -> Grammar:
         """The grammar of JSON values that a schema allows. Raises RequestError (400) for others."""
+        return self._checked(functools.partial(LLMatcher.grammar_from_json_schema, schema), "response_format")
+
+    def of_calls(self, lark: str) -> Grammar:
+        """The grammar of tool calls, from llguidance's Lark. Raises RequestError (400) for schemas not served."""
+        return self._checked(functools.partial(LLMatcher.grammar_from_lark, lark), "tools")
+
+    def _checked(self, make: Callable[[], str], param: str) -> Grammar:
         try:
             tokenizer = self._make()  # takes a second, once
         except ValueError as error:
-            message = f"response_format: llguidance cannot read this model's tokenizer: {error}"
-            raise RequestError(400, message, "response_format") from error
+            raise RequestError(
+                400, f"{param}: llguidance cannot read this model's tokenizer: {error}", param
+            ) from error
         try:
-            grammar = LLMatcher.grammar_from_json_schema(schema)
+            grammar = make()
             reason = LLMatcher.validate_grammar(grammar, tokenizer)
         except ValueError as error:
             reason = str(error)
         if reason:
-            raise RequestError(400, f"response_format: the schema is not served: {reason}", "response_format")
-        return Grammar(LLMatcher(tokenizer, grammar))
+            raise RequestError(400, f"{param}: the schema is not served: {reason}", param)
+        return Grammar(LLMatcher(tokenizer, grammar), param)
 
 
 class Grammar:
     """The state of one answer."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, param: str) -> None:
+        """param: of the request that asks for it."""
+        self._matcher, self.param = matcher, param
 
     def copy(self) -> Grammar:
         """The same state, for another answer."""
-        return Grammar(self._matcher.deep_copy())
+        return Grammar(self._matcher.deep_copy(), self.param)
 
     def restrict(self, scores: Tensor) -> None:
         """Sets scores (vocab_size,) of tokens that may not come next to -inf."""

@@ -40,8 +40,8 @@ class Metrics:
 
     def count(self, request: Request, status: int) -> None:
         """Counts a request to a model once it has ended."""
-        path = request.url.path
-        if path in ("/v1/completions", "/v1/chat/completions"):  # others are for the client to choose
+        path = request.scope["path"]  # a malformed Host leaves request.url without one
+        if path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):  # others are for the client to choose
             self._requests.labels(path, str(status)).inc()
 
     def text(self) -> bytes:

@@ -7,7 +7,9 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from fastattention.integrations.transformers.serving.echoes import Echo
 from fastattention.integrations.transformers.serving.errors import RequestError, context_too_long
+from fastattention.integrations.transformers.serving.text import Detokenizer
 
 # Longer text is refused before it is split into tokens, which takes 150 times its memory. No text of ordinary words has
 # as many characters a token.
@@ -32,6 +34,19 @@ class Prompts:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(400, f"prompt: token {token} must be 0 to {self._vocab_size - 1}", "prompt")
         return self._checked(prompt, "prompt")
+
+    def echo(self, skip_special: bool, with_logprobs: bool, prompt: str | list[int], tokens: list[int]) -> Echo:
+        """A prompt as text. skip_special: without special tokens; tokens: those of the prompt."""
+        text = prompt
+        if not isinstance(text, str):
+            text = self._tokenizer.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        if not with_logprobs:
+            return Echo(text)
+        detokenizer, places, place = Detokenizer(self._tokenizer, [], skip_special), [], 0
+        for token in tokens:
+            places.append(place)
+            place += len(detokenizer.push(token))
+        return Echo(text, places)
 
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]

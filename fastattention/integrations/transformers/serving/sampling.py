@@ -31,13 +31,15 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: str | None = None  # makes the draws reproducible
     logprobs: int | None = None  # alternatives to report; None reports no log probabilities
+    end_tokens: tuple[int, ...] = ()  # each ends the answer
+    min_tokens: int = 0  # before as many, no token of end_tokens is chosen
 
 
 class TokenLogprob(NamedTuple):
     """Log probability of a token by the model, before penalties, temperature and constraints."""
 
     token: int
-    logprob: float
+    logprob: float | None  # None: of the first token of a prompt
     top: list[tuple[int, float]]  # the likeliest tokens
 
 
@@ -70,6 +72,8 @@ class TokenChooser:
             tokens = torch.tensor(list(one.logit_bias), dtype=torch.int64, device=scores.device)
             biases = torch.tensor(list(one.logit_bias.values()), dtype=torch.float32, device=scores.device)
             scores[tokens] += biases
+        if one.min_tokens and one.end_tokens and self._counts.total() < one.min_tokens:
+            scores[list(one.end_tokens)] = -torch.inf
         if self.grammar is not None:
             self.grammar.restrict(scores)
 
@@ -101,12 +105,18 @@ def choose(logits: Tensor, choosers: Sequence[TokenChooser]) -> tuple[list[int],
     tokens: list[int] = chosen.tolist()
     logprobs: list[TokenLogprob | None] = [None] * len(tokens)
     for row, values in zip(reported, raw, strict=True):
-        top = values.topk(min(choosers[row].sampling.logprobs or 0, len(values)))
-        likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        logprobs[row] = TokenLogprob(tokens[row], values[tokens[row]].item(), likeliest)
+        logprobs[row] = likeliest(tokens[row], values, choosers[row].sampling.logprobs or 0)
     for token, one in zip(tokens, choosers, strict=True):
         one.accept(token)
     return tokens, logprobs
+
+
+def likeliest(token: int, values: Tensor, top: int) -> TokenLogprob:
+    """What is reported of a token. values: (vocab_size,) log probabilities; top: alternatives."""
+    found = values.topk(min(top, len(values)))
+    return TokenLogprob(
+        token, values[token].item(), list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+    )
 
 
 def _is_cut(sampling: Sampling) -> bool:

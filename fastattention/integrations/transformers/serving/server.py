@@ -42,6 +42,7 @@ class Settings:
     kv_memory: int | None = None  # bytes for keys and values
     grace_seconds: float = 30.0  # for requests under way when the server is to end
     trust_remote_code: bool = False
+    tool_format: str = "auto"  # how the model writes tool calls, as in `find_format`
     limits: Limits = field(default_factory=Limits)
 
 
@@ -99,7 +100,10 @@ def load(settings: Settings, warn: Callable[[str], None]) -> Service:
     if lost:
         warn(f"the server leaves out what the model's generation config asks for: {', '.join(lost)}")
     engine = Engine(model, tokenizer, settings.kv_memory)
-    return Service(settings.name or settings.model, engine, tokenizer, settings.limits, model.generation_config)
+    return Service(
+        settings.name or settings.model, engine, tokenizer, settings.limits, model.generation_config,
+        settings.tool_format,
+    )  # fmt: skip
 
 
 class _Server(uvicorn.Server):

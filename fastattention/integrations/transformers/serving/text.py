@@ -12,8 +12,9 @@ REPLACEMENT = "\ufffd"  # stands for the bytes of a character that is not whole
 class Detokenizer:
     """Decodes tokens one by one. A character is given out once all its tokens are there."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special: bool = True) -> None:
+        """skip_special: special tokens have no text."""
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._tokens = list(prompt[-CONTEXT:])
         # Text up to _end was given out. It is decoded again from _start, so that what follows has its context.
         self._start, self._end = 0, len(self._tokens)
@@ -36,7 +37,9 @@ class Detokenizer:
     def _text(self) -> str:
         known, all_text = (
             self._tokenizer.decode(
-                self._tokens[self._start : end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                self._tokens[self._start : end],
+                skip_special_tokens=self._skip_special,
+                clean_up_tokenization_spaces=False,
             )
             for end in (self._end, len(self._tokens))
         )
@@ -44,20 +47,22 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text before the first of some strings, however its pieces are cut."""
+    """Ends a text at the first of some strings, however its pieces are cut."""
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = strings
+    def __init__(self, strings: Sequence[str], included: bool = False) -> None:
+        """included: the text ends after the string, not before it."""
+        self._strings, self._included = strings, included
         self._held = ""  # the end of the text, which may begin a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that may be given out, and whether a stop string has come."""
         self._held += text
-        found = [place for one in self._strings if (place := self._held.find(one)) >= 0]
+        found = [(place, one) for one in self._strings if (place := self._held.find(one)) >= 0]
         if found:
-            text, self._held = self._held[: min(found)], ""
+            place, string = min(found)
+            text, self._held = self._held[: place + len(string) * self._included], ""
             return text, True
-        held = max((_overlap(self._held, one) for one in self._strings), default=0)
+        held = max((overlap(self._held, one) for one in self._strings), default=0)
         given = len(self._held) - held
         text, self._held = self._held[:given], self._held[given:]
         return text, False
@@ -68,7 +73,7 @@ class StopStrings:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` with which `stop` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -35,6 +35,9 @@ Random weights, prompts of 1 to {longest} tokens, {new} new tokens each, {dtype}
 as soon as it has the last. Beside it, Transformers' `generate_batch` with as many requests at a time, in turns with the
 server: what the same batch gives without HTTP. Rates are new tokens a second, medians of rounds."""
 
+FAIRNESS = """\
+{clients} clients stream answers, and one more asks about a prompt of {long} tokens. Medians of rounds."""
+
 GRAPHS = {
     "true": ", CUDA graphs of all steps",
     "[false, true]": ", CUDA graphs of steps without prompts (default)",
@@ -94,6 +97,23 @@ def load(data: dict[str, Any]) -> list[str]:
         rows.append([str(one["clients"]), number(server), number(batch), ratio(server / batch)])
     what = LOAD.format(longest=data["longest"], new=data["new_tokens"], dtype=data["dtype"].removeprefix("torch."))
     return [what, table(["clients", "server", "`generate_batch`", "server / batch"], rows)]
+
+
+def fairness(data: dict[str, Any]) -> list[str]:
+    """Times between tokens before and while a long prompt is read."""
+
+    def middle(name: str, of: str) -> float:
+        return float(median(one[name][of] for one in data["records"]))
+
+    rows = [
+        [words, *(seconds(middle(name, of)) for of in ("median", "p99", "longest")),
+         f"{middle(name, 'median') / middle('before', 'median'):.2f}"]
+        for name, words in (("before", "before"), ("during", "while it is read"))
+    ]  # fmt: skip
+    beside, alone = (seconds(median(one[name] for one in data["records"])) for name in ("beside", "alone"))
+    headings = ["between two tokens", "median", "99% within", "longest", "median / before"]
+    what = f"{FAIRNESS.format_map(data)} Reading the prompt took {beside} beside the streams, {alone} alone."
+    return [what, table(headings, rows)]
 
 
 def _rate(data: dict[str, Any], one: dict[str, Any]) -> float:

@@ -14,6 +14,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import stream_context
 
 from fastattention.errors import ArgumentError
@@ -31,6 +32,7 @@ from fastattention.integrations.transformers import NAME, batching
 from fastattention.integrations.transformers.serving.echoes import Echo, PromptLogprobs
 from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser, TokenLogprob, choose
+from fastattention.integrations.transformers.serving.step_budget import StepBudget
 from fastattention.integrations.transformers.serving.text import Detokenizer, StopStrings
 
 _log = logging.getLogger("uvicorn.error")
@@ -142,6 +144,7 @@ class Engine:
         manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([self._logits]))
         with torch.no_grad():
             self._batch = manager._create_batch_processor()
+            self._budget = StepBudget(self._batch.max_batch_tokens)
             self._batch.warmup(self._model)
             self._try(Detokenizer(tokenizer, []))
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
@@ -225,6 +228,10 @@ class Engine:
             function(argument)
         batch = self._batch
         echoed = self._read_echoed()
+        started = time.perf_counter()
+        active = batch.scheduler.active_requests.values()
+        answers = sum(state.status == RequestStatus.DECODING for state in active)
+        batch.max_batch_tokens = self._budget.tokens(answers)
         busy = batch.prepare_next_batch()
         self.cache_usage = 1.0 - float(batch.cache.compute_free_capacity())
         if not busy:
@@ -240,7 +247,9 @@ class Engine:
             tokens, logprobs = choose(self._logits.kept[: len(ready)], [one.chooser for one in ready])
             inputs.output_ids[0, : len(ready)] = torch.tensor(tokens, dtype=torch.int32, device="cpu")
         inputs.retrieve_device_outputs()
+        lengths = [one.query_length for one in inputs.requests_in_batch]
         batch.update_batch()
+        self._budget.took(answers, sum(lengths) - min(answers, len(lengths)), time.perf_counter() - started)
         pieces = [one.accept(token, logprob) for one, token, logprob in zip(ready, tokens, logprobs, strict=True)]
         for generation, piece in zip(ready, pieces, strict=True):
             self._schedule_followers(generation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _LEAST = 16  # tokens of prompts that any step may read
 _FIRST = 64  # in the first step that reads a prompt beside answers
-_SLOWDOWN = 2.0  # steps of answers that a step may take
+_SLOWDOWN = 1.75  # steps of answers that a step may take; with what varies, clients see twice their time
 _KEPT = 0.9  # weight of the steps before in averages
 
 
@@ -12,8 +12,8 @@ class StepBudget:
     """Chooses the tokens of a step from the times of steps before.
 
     A step that reads n tokens of prompts takes about fixed + n * per_token seconds, a line fitted to the last ones. It
-    may take twice as long as a step of answers alone. Where the fixed part is longer than that, as it is on a GPU whose
-    steps of answers are CUDA graphs, reading may take as long as the fixed part: fewer tokens would gain little.
+    may take 1.75 times as long as a step of answers alone. Where the fixed part is longer than that, as it is on a GPU whose
+    steps of answers are CUDA graphs, reading may take 0.75 times as long as the fixed part: fewer tokens would gain little.
     """
 
     def __init__(self, most: int) -> None:

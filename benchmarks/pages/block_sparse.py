@@ -80,6 +80,8 @@ def build() -> str:
     """block-sparse.md."""
     blocks = [INTRODUCTION, "## Times on a CPU", *_times(Result.load(CPU))]
     blocks += ["## Times on a GPU", *_times(Result.load(GPU))]
+    for name, where in (("pair_masks_cpu", "CPU"), ("pair_masks_gpu", "GPU")):
+        blocks += [f"## Masks of single pairs on a {where}", *_pairs(Result.load(name))]
     patterns = Result.load("block_patterns")
     return page("Block masks", *blocks, *patterns.sourced(*losses(patterns.data)))
 

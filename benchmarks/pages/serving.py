@@ -52,8 +52,11 @@ def build() -> str:
     for name, title in (("serving_cpu", "CPU: 100M parameters"), ("serving_gpu", "GPU: the shape of LLaMA-3-8B")):
         result = Result.load(name)
         blocks += result.sourced(f"## {title}", *batching(result.data))
-    result = Result.load("serving_load_gpu")
-    blocks += result.sourced("## The server: 1B parameters on a GPU", *load(result.data))
+    for name, title in (("serving_load_cpu", "CPU: 100M parameters"), ("serving_load_gpu", "GPU: 1B parameters")):
+        result = Result.load(name)
+        blocks += result.sourced(f"## The server on a {title}", *load(result.data))
+    result = Result.load("serving_fairness_cpu")
+    blocks += result.sourced("## While a long prompt is read", *fairness(result.data))
     result = Result.load("serving_soak")
     blocks += ["## A server under load", soak(result.data), result.provenance(result.device)]
     return page("Serving", *blocks)

@@ -244,6 +244,8 @@ def fast_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     attention_chunk: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     block_mask: Tensor | None = None,
@@ -266,6 +268,7 @@ def fast_attn_varlen_func(
         is all. The mask is aligned to the used ones. Unused queries are rows without keys. Unused keys and values are
         not read. All of them have gradient 0. max_seqlen_q and max_seqlen_k count unused tokens too. cu_seqlens_k
         may be left out with block_table and seqused_k, as vLLM does.
+    - `k_scale`, `v_scale`: of quantized pages, as in `fast_attn_with_kvcache`. Backends `cpu` and `sdpa` serve them.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`, aligned to the bottom right of each sequence.
 
     The other arguments, the mask (aligned per sequence) and the errors are those that all functions share
@@ -274,8 +277,10 @@ def fast_attn_varlen_func(
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
     results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
-    sequences = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    sequences = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, k_scale=k_scale, v_scale=v_scale)
     if attention_chunk:
+        if k_scale is not None or v_scale is not None:
+            raise UnsupportedError("k_scale and v_scale are not served with attention_chunk; dequantize the pages")
         attention_chunk = _read_chunk(attention_chunk, attn_bias, block_mask, return_attn_probs and bool(dropout_p))
     if seqused_q is not None or seqused_k is not None or attention_chunk:
         parts = sequence_parts(sequences, Longest(max_seqlen_q, max_seqlen_k), seqused_q, seqused_k, attention_chunk)
@@ -294,7 +299,9 @@ def fast_attn_varlen_func(
     if block_mask is not None or block_size is not None:
         (block_mask, *_), options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
     seed = _dropout_seed(q) if options.dropout_p else None
-    given = Inputs(*sequences[:6], alibi_slopes, attn_bias, sinks, seed, block_mask)
+    given = sequences._replace(
+        alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed, block_mask=block_mask
+    )
     return ATTENTION, given, options, backend, results
 
 
@@ -465,7 +472,7 @@ def fast_attn_with_kvcache(
             cache.queries.rows, k_cache, v_cache, cache.queries.cu_seqlens, None, cache.queries.longest, cache.capacity,
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, block_table=cache.pages, seqused_k=cache.used, attention_chunk=attention_chunk,
-            sinks=sinks, return_lse=with_lse, backend=backend,
+            k_scale=k_scale, v_scale=v_scale, sinks=sinks, return_lse=with_lse, backend=backend,
         )  # fmt: skip
         served = operator if k is None else Appending(operator, cache)
         return served, *request, lambda output: cache.queries.back(returned(output))

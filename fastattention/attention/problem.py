@@ -68,7 +68,9 @@ class Problem:
     rotary_dim: int = 0  # leading elements of headdim that are rotated; 0 is off
     rotary_interleaved: bool = True
     num_splits: int = 0  # parts the keys of a decode are split into; 0 lets the backend choose
-    cache_dtype: torch.dtype | None = None  # of quantized caches: int8 or float8_e4m3fn; None when they have `dtype`
+    cache_dtype: torch.dtype | None = (
+        None  # of quantized caches and pages: int8 or float8_e4m3fn; None when they have `dtype`
+    )
 
     def __hash__(self) -> int:
         """The hash, computed once: calls look their problem up several times, and hashing takes as long as a launch."""
@@ -177,6 +179,11 @@ class Inputs(NamedTuple):
     # Pairs that kept blocks hide, by tiles of 64 queries and 64 keys (mask_tiles.py).
     tile_index: Tensor | None = None  # int32, expanded: Problem.tiles_shape, any strides; -1 where a tile hides nothing
     tile_bits: Tensor | None = None  # int64 (tiles, 64), contiguous
+    # float32, as k without its last axis: the scales of quantized pages or of a quantized cache. Where a backend has
+    # quantized keys for int8 products, each scale serves KEYS_OF_SCALE keys (quantized.py): (batch_size, groups,
+    # nheads_k).
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     # The fields below belong to calls with a cache, or are made by backends.
     cache_seqlens: Tensor | None = None  # int32 (batch_size,), tokens in the cache before this call appends
     cache_batch_idx: Tensor | None = None  # int32 (batch_size,)
@@ -185,10 +192,6 @@ class Inputs(NamedTuple):
     v_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim_v)
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2), dtype of q
     rotary_sin: Tensor | None = None
-    # float32, as k without its last axis: the scales of a quantized cache. Where a backend has quantized keys for int8
-    # products, each scale serves KEYS_OF_SCALE keys (quantized.py): (batch_size, groups, nheads_k).
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
     q_scale: Tensor | None = None  # float32, as lse: scales of queries that a backend has quantized for int8 products
     q_shift: Tensor | None = None  # as q_scale: products of queries with the mean that was subtracted from keys
 

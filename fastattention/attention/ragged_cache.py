@@ -23,8 +23,6 @@ _REFUSED = {
     "rotary_cos": "rotate q and k before the call",
     "cache_leftpad": "let sequences begin at the first token of a row, or of a page",
     "attn_bias": "give fast_attn_varlen_func the cache as pages, with block_table",
-    "k_scale": "dequantize the cache, or give queries and new keys of one length",
-    "v_scale": "dequantize the cache, or give queries and new keys of one length",
 }
 
 
@@ -37,6 +35,7 @@ class RaggedCache(NamedTuple):
     pages: Tensor  # int32 (batch_size, max_blocks_per_seq)
     before: Tensor  # int32 (batch_size,), tokens of each sequence before the call
     used: Tensor  # int32 (batch_size,), those after it
+    scales: tuple[Tensor | None, Tensor | None]  # of quantized caches, shaped as they without their last axis
     k: Rows | None  # new tokens
     v: Rows | None
 
@@ -55,10 +54,11 @@ class RaggedCache(NamedTuple):
         positions = self.before[sequences] + tokens - offsets[sequences]
         # A position without room stays outside of the last page, where the kernel reports it.
         columns = (positions // page_block_size).clamp(max=self.pages.shape[1] - 1)
-        no_queries = self.k_cache.new_empty(len(tokens), 0, *self.k_cache.shape[2:])
+        no_queries = self.k.rows.new_empty(len(tokens), 0, *self.k_cache.shape[2:])
         arguments = KvCacheArguments(
             no_queries, self.k_cache, self.v_cache, self.k.rows[:, None], self.v.rows[:, None],
             cache_seqlens=positions - columns * page_block_size, block_table=self.pages[sequences, columns][:, None],
+            k_scale=self.scales[0], v_scale=self.scales[1],
         )  # fmt: skip
         ATTENTION_KVCACHE(arguments, Options(), "auto")
 
@@ -101,7 +101,9 @@ def read_ragged_cache(
         used = before + _counts(a.q, k, batch_size)
     if lengths.are_checked(a.q) and runs_eagerly(a.q, a.k_cache, a.v_cache, before, used):
         _check_room(before.tolist(), used.tolist(), capacity)
-    return RaggedCache(queries, a.k_cache, a.v_cache, pages, before, used.clamp(max=capacity), k, v)
+    return RaggedCache(
+        queries, a.k_cache, a.v_cache, pages, before, used.clamp(max=capacity), (a.k_scale, a.v_scale), k, v
+    )
 
 
 def _pages(a: KvCacheArguments, batch_size: int) -> Tensor:

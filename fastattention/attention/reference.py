@@ -182,8 +182,7 @@ def _varlen_sequence(problem: Problem, inputs: Inputs, index: int) -> tuple[Tens
     if not problem.is_paged:
         return q, inputs.k[tokens], inputs.v[tokens]
     positions = torch.arange(tokens.stop - tokens.start, device=problem.device)
-    where = _cache_index(problem, inputs, index, positions)
-    return q, inputs.k[where], inputs.v[where]
+    return q, *_cached_tokens(problem, inputs, _cache_index(problem, inputs, index, positions))
 
 
 def _kvcache_sequence(problem: Problem, inputs: Inputs, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,11 +194,16 @@ def _kvcache_sequence(problem: Problem, inputs: Inputs, index: int) -> tuple[Ten
     start = 0 if inputs.cache_leftpad is None else int(inputs.cache_leftpad[index])
     end = int(_given(inputs.cache_seqlens)[index]) + problem.seqlen_new
     where = _cache_index(problem, inputs, index, torch.arange(start, end, device=problem.device))
+    return inputs.q[index], *_cached_tokens(problem, inputs, where)
+
+
+def _cached_tokens(problem: Problem, inputs: Inputs, where: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values at these places, dequantized if they are stored so."""
     k, v = inputs.k[where], inputs.v[where]
     if problem.cache_dtype is not None:  # exactly: stored values and scales have 32 significant bits together
         k = k.double() * _given(inputs.k_scale)[where].double().unsqueeze(-1)
         v = v.double() * _given(inputs.v_scale)[where].double().unsqueeze(-1)
-    return inputs.q[index], k, v
+    return k, v
 
 
 def _cache_index(problem: Problem, inputs: Inputs, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,14 @@ class _Builder:
         self.case = case
         self.dtype = dtype
         words = repr(case)
-        for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0", ", dropout_p=0.0", ", pairs=1.0"):
+        for newer in (
+            ", blocks=None",
+            ", qk_dtype=None",
+            ", key_offset=0.0",
+            ", dropout_p=0.0",
+            ", pairs=1.0",
+            ", quantized=None",
+        ):
             words = words.replace(newer, "")  # cases that are older than this field keep their values
         self.generator = torch.Generator("cpu").manual_seed(zlib.crc32(words.encode()))
         self.buffers: dict[str, Tensor] = {}
@@ -147,7 +154,7 @@ class _Builder:
             k, v, table = self._filled(pages, [(0, length) for length in case.seqlens_k])
         arguments = {
             "q": self._placed("q", self._queries(total_q), case.memory_q),
-            **self._keys_and_values("", k, v, case.memory_k),
+            **self._stored("", case.cache_dtype, k, v),
             "cu_seqlens_q": self._kept("cu_seqlens_q", _offsets(case.seqlens_q)),
             "cu_seqlens_k": self._kept("cu_seqlens_k", _offsets(case.seqlens_k)),
             "max_seqlen_q": None if case.slack is None else max_seqlen_q,
@@ -171,7 +178,7 @@ class _Builder:
         used = used.expand(b, case.nheads, case.seqlen_q, cache.capacity)
         arguments = {
             "q": self._placed("q", self._queries(b, case.seqlen_q), case.memory_q),
-            **self._caches(case, k_cache, v_cache),
+            **self._stored("_cache", case.cache_dtype, k_cache, v_cache),
             "cache_seqlens": self._cache_seqlens(case, cache.capacity),
             "cache_leftpad": None if case.leftpad is None else self._kept("cache_leftpad", _int32(leftpad)),
             "block_table" if isinstance(cache, Pages) else "cache_batch_idx": self._kept("index", index),
@@ -184,19 +191,20 @@ class _Builder:
         new_slots = cache.slots(zip(before, after, strict=True)) if case.seqlen_new else None
         return Call(fast_attn_with_kvcache, arguments, self.buffers, new_slots)
 
-    def _caches(self, case: KvCacheCase, k_cache: Tensor, v_cache: Tensor) -> dict[str, Tensor]:
-        """The caches as they are, or quantized with their scales. Unused tokens, which are NaN, have a scale of NaN."""
-        if case.cache_dtype is None:
-            return self._keys_and_values("_cache", k_cache, v_cache, case.memory_k)
+    def _stored(self, suffix: str, dtype: torch.dtype | None, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Keys and values as they are, or quantized with their scales. Unused tokens, which are NaN, have NaN scales."""
+        how = self.case.memory_k
+        if dtype is None:
+            return self._keys_and_values(suffix, k, v, how)
         scales: dict[str, Tensor] = {}
         caches: dict[str, Tensor] = {}
-        for name, cache in (("k", k_cache), ("v", v_cache)):
+        for name, cache in (("k", k), ("v", v)):
             unused = cache.isnan()
-            stored, scale = quantize(cache, case.cache_dtype)
+            stored, scale = quantize(cache, dtype)
             caches[name] = torch.where(unused, nothing(stored.dtype), stored.float()).to(stored.dtype)
-            placed = self._placed(f"{name}_scale", scale.unsqueeze(-1), case.memory_k)
+            placed = self._placed(f"{name}_scale", scale.unsqueeze(-1), how)
             scales[f"{name}_scale"] = placed.squeeze(-1)
-        return scales | self._keys_and_values("_cache", caches["k"], caches["v"], case.memory_k)
+        return scales | self._keys_and_values(suffix, caches["k"], caches["v"], how)
 
     def _cache(self, case: KvCacheCase, after: Sequence[int]) -> Cache:
         needed = max(after, default=0) + case.spare
@@ -355,16 +363,12 @@ class _WithoutValues(_Builder):
     def _filled(self, cache: Cache, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._keys(*cache.shape), self._values(*cache.shape), cache.index
 
-    def _caches(self, case: KvCacheCase, k_cache: Tensor, v_cache: Tensor) -> dict[str, Tensor]:
-        caches = self._keys_and_values("_cache", k_cache, v_cache, case.memory_k)
-        if case.cache_dtype is None:
+    def _stored(self, suffix: str, dtype: torch.dtype | None, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        caches = self._keys_and_values(suffix, k, v, self.case.memory_k)
+        if dtype is None:
             return caches
-        scales = {
-            name: torch.empty(k_cache.shape[:-1], dtype=torch.float32, device="cpu") for name in ("k_scale", "v_scale")
-        }
-        return scales | {
-            name: torch.empty(cache.shape, dtype=case.cache_dtype, device="cpu") for name, cache in caches.items()
-        }
+        scales = {name: torch.empty(k.shape[:-1], dtype=torch.float32, device="cpu") for name in ("k_scale", "v_scale")}
+        return scales | {name: torch.empty(cache.shape, dtype=dtype, device="cpu") for name, cache in caches.items()}
 
     def _placed(self, name: str, values: Tensor, how: Memory) -> Tensor:
         return values

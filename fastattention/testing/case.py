@@ -37,6 +37,9 @@ def path(size: int) -> int:
 Hidden = Literal["nothing", "entries", "rows", "columns"]
 
 
+_STORED = {"as_q": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}
+
+
 @dataclass(frozen=True)
 class Bias:
     """An attn_bias. `axes` names the axes it has, "1" where it broadcasts: "bhqk", "1h1k", "qk", varlen "htk", "t1"."""
@@ -143,17 +146,29 @@ class VarlenCase(Case):
     seqlens_k: tuple[int, ...]
     page_block_size: int | None = None
     slack: int | None = None  # max_seqlen_q and _k exceed the longest sequences by this much; None lets them be derived
+    quantized: Literal["int8", "float8"] | None = None  # dtype of pages; None: that of q
 
     @property
     def batch_size(self) -> int:
         """Number of sequences."""
         return len(self.seqlens_q)
 
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """The dtype of quantized pages."""
+        return _STORED[self.quantized or "as_q"]
+
     @cached_property
     def sampled_by(self) -> Mapping[str, Hashable]:  # noqa: D102
         longest = (max(lengths, default=0) for lengths in (self.seqlens_q, self.seqlens_k))
         sizes = dict(zip(("seqlen_q", "seqlen_k"), map(path, longest), strict=True))
-        return {**super().sampled_by, **sizes, "page_block_size": self.page_block_size, "slack": bool(self.slack)}
+        return {
+            **super().sampled_by,
+            **sizes,
+            "page_block_size": self.page_block_size,
+            "slack": bool(self.slack),
+            "stored": self.quantized,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +197,7 @@ class KvCacheCase(Case):
     @property
     def cache_dtype(self) -> torch.dtype | None:
         """The dtype of quantized caches."""
-        return {"as_q": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[self.stored]
+        return _STORED[self.stored]
 
     @cached_property
     def sampled_by(self) -> Mapping[str, Hashable]:  # noqa: D102

@@ -249,6 +249,13 @@ VARLEN = [
                    causal=True)
         for size in (1, 3, 16, 64, 256)
     ),
+    *(
+        VarlenCase(name=f"varlen-pages-{dtype}-{size}", seqlens_q=(5, 0, 130, 1, 20), seqlens_k=(37, 9, 300, 257, 20),
+                   page_block_size=size, quantized=dtype, causal=True, nheads=4, nheads_k=2, headdim=d, headdim_v=dv)
+        for dtype, size, d, dv in (("int8", 16, 64, 64), ("float8", 16, 96, 59), ("int8", 7, 40, 128))
+    ),
+    VarlenCase(name="varlen-pages-int8-window-sinks", seqlens_q=(20, 33), seqlens_k=(150, 33), page_block_size=16,
+               quantized="int8", window=(50, 0), sinks=True, softcap=9.0, nheads=2, nheads_k=1, memory_k="heads_major"),
     VarlenCase(name="varlen-pages-gqa-window", seqlens_q=(20, 33), seqlens_k=(150, 33), page_block_size=16, nheads=8,
                window=(40, 7), headdim=59, headdim_v=64),
     VarlenCase(name="varlen-pages-slack-bias", seqlens_q=(20, 33), seqlens_k=(50, 33), page_block_size=7, slack=30,

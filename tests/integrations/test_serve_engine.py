@@ -41,11 +41,13 @@ def test_those_who_wait_begin_when_the_last_under_way_has_left(tmp_path: Path) -
     assert len(pieces) == 1
 
 
-def test_others_go_on_while_a_long_prompt_is_read(tmp_path: Path) -> None:
+def test_others_go_on_while_a_long_prompt_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_word_model(tmp_path, VOCABULARY, **SHAPE)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     engine = Engine(copy.deepcopy(pair("llama").eager), tokenizer, kv_memory=8 << 20)
-    engine._batch.max_batch_tokens = 64
+    took: list[tuple[int, int]] = []  # answers under way, and tokens of prompts that were read
+    monkeypatch.setattr(engine._budget, "tokens", lambda answers: 64)
+    monkeypatch.setattr(engine._budget, "took", lambda answers, read, seconds: took.append((answers, read)))
     short: list[Piece] = []
     long: list[Piece] = []
     first, second = (
@@ -60,7 +62,9 @@ def test_others_go_on_while_a_long_prompt_is_read(tmp_path: Path) -> None:
             assert engine._step()
             assert (len(short), len(long)) == (step, 0)
         assert engine._step()
-    assert (len(short), len(long)) == (8, 1)
+        assert engine._step()
+    assert (len(short), len(long)) == (9, 2)
+    assert took == [(0, 2), *[(1, 63)] * 6, (1, 400 - 6 * 63), (2, 0)]
 
 
 @pytest.mark.parametrize("name", DECODERS)

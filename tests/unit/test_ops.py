@@ -24,7 +24,7 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 def scalars(**changes: Any) -> tuple[Any, ...]:
     """The arguments of `fastattention::attention` after dropout_seed, in order."""
     values = {
-        "block_mask": None, "tile_index": None, "tile_bits": None,
+        "block_mask": None, "tile_index": None, "tile_bits": None, "k_scale": None, "v_scale": None,
         "max_seqlen_q": None, "max_seqlen_k": None, "softmax_scale": None, "causal": False,
         "window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": 0.0, "deterministic": False, "block_m": 0,
         "block_n": 0, "qk_dtype": None, "return_lse": False, "backend": "sdpa",
@@ -135,7 +135,7 @@ def test_attention_backward_passes_opcheck(with_lse: bool, is_saved: bool, backe
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     out, lse = fast_attn_func(q, k, v, return_lse=True) if is_saved else (None, None)
     grad_lse = torch.randn(2, 4, 5) if with_lse else None
-    arguments = (torch.randn_like(q), grad_lse, q, k, v, *(None,) * 10, out, lse, *scalars()[3:-2], "q v", backend)
+    arguments = (torch.randn_like(q), grad_lse, q, k, v, *(None,) * 12, out, lse, *scalars()[5:-2], "q v", backend)
     torch.library.opcheck(torch.ops.fastattention.attention_backward, arguments)
 
 
@@ -199,9 +199,9 @@ def test_traced_gradients_of_what_broadcasts_have_its_shape(shape: tuple[int, ..
         got = gradients()
     torch.testing.assert_close(got, expected)
     names = "alibi_slopes attn_bias sinks"
-    tensors = (q, k, v, None, None, None, slopes, given[0], given[2], None, *scalars()[:3], None, None)
+    tensors = (q, k, v, None, None, None, slopes, given[0], given[2], None, *scalars()[:5], None, None)
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in tensors]
-    arguments = [torch.randn_like(q), None, *arguments, *scalars()[3:-2], names, "auto"]
+    arguments = [torch.randn_like(q), None, *arguments, *scalars()[5:-2], names, "auto"]
     torch.library.opcheck(torch.ops.fastattention.attention_backward, arguments, test_utils="test_faketensor")
 
 

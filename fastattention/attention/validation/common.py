@@ -84,8 +84,8 @@ class KvCacheArguments(NamedTuple):
         lengths = self.cache_seqlens if isinstance(self.cache_seqlens, Tensor) else None
         return Inputs(
             self.q, self.k_cache, self.v_cache, None, None, self.block_table, self.alibi_slopes, self.attn_bias,
-            self.sinks, None, None, None, None, lengths, self.cache_batch_idx, self.cache_leftpad, self.k, self.v,
-            self.rotary_cos, self.rotary_sin, self.k_scale, self.v_scale,
+            self.sinks, None, None, None, None, self.k_scale, self.v_scale, lengths, self.cache_batch_idx,
+            self.cache_leftpad, self.k, self.v, self.rotary_cos, self.rotary_sin,
         )  # fmt: skip
 
 

@@ -16,12 +16,11 @@ from fastattention.attention.validation.common import (
     ScoreSpecs,
     as_kernels_read,
     check_options,
-    check_qkv,
     check_score_tensors,
     score_specs,
 )
 from fastattention.attention.validation.prefill import PAGED_AXES
-from fastattention.attention.validation.quantized import check_cache_dtype, check_not_expanded, check_scale
+from fastattention.attention.validation.quantized import check_not_expanded, check_stored
 from fastattention.engine.checks import (
     Differentiation,
     TensorSpec,
@@ -139,24 +138,11 @@ def _check_caches(s: _Specs) -> torch.dtype | None:
     axes = "batch_size_cache, seqlen_cache, nheads_k, headdim" if s.block_table is None else PAGED_AXES
     check_rank("k_cache", s.k_cache, axes)
     check_rank("v_cache", s.v_cache, axes + "_v")
-    cache_dtype = _check_dtypes(s, axes)
+    cache_dtype = check_stored(s.q, s.k_cache, s.v_cache, (s.k_scale, s.v_scale), axes)
     if s.v_cache.shape[:2] != s.k_cache.shape[:2]:
         raise ArgumentError(
             f"k_cache and v_cache must hold the same tokens, got {tuple(s.k_cache.shape)}, {tuple(s.v_cache.shape)}"
         )
-    return cache_dtype
-
-
-def _check_dtypes(s: _Specs, cache_axes: str) -> torch.dtype | None:
-    """Checks dtypes, devices, heads and head dimensions of q, caches and scales; the dtype of caches with scales."""
-    k_cache, v_cache = s.k_cache, s.v_cache
-    cache_dtype = check_cache_dtype(k_cache, v_cache, s.k_scale, s.v_scale)
-    if cache_dtype is not None:  # with their scales they stand for values in the dtype of q
-        k_cache, v_cache = k_cache._replace(dtype=s.q.dtype), v_cache._replace(dtype=s.q.dtype)
-    check_qkv(s.q, k_cache, v_cache, "k_cache", "v_cache")
-    for name, scale, cache in (("k_scale", s.k_scale, k_cache), ("v_scale", s.v_scale, v_cache)):
-        if scale is not None:
-            check_scale(name, scale, cache, cache_axes)
     return cache_dtype
 
 

@@ -19,6 +19,7 @@ from fastattention.attention.validation.common import (
     check_score_tensors,
     score_specs,
 )
+from fastattention.attention.validation.quantized import check_stored
 from fastattention.engine.checks import (
     Differentiation,
     TensorSpec,
@@ -85,6 +86,8 @@ class _Specs(NamedTuple):
     block_mask: TensorSpec | None
     tile_index: TensorSpec | None
     tile_bits: TensorSpec | None
+    k_scale: TensorSpec | None
+    v_scale: TensorSpec | None
 
 
 def _specs(given: Inputs) -> _Specs:
@@ -106,10 +109,15 @@ def _check_varlen_shapes(s: _Specs) -> None:
     if block_table is None:
         check_rank("k", k, "total_k, nheads_k, headdim")
         check_rank("v", v, "total_k, nheads_k, headdim_v")
+        if s.k_scale is not None or s.v_scale is not None:
+            raise ArgumentError(
+                "k_scale and v_scale belong to quantized pages: give block_table, or dequantize k and v"
+            )
+        check_qkv(q, k, v)
     else:
         check_rank("k", k, PAGED_AXES)
         check_rank("v", v, PAGED_AXES + "_v")
-    check_qkv(q, k, v)
+        check_stored(q, k, v, (s.k_scale, s.v_scale), PAGED_AXES, ("k", "v"))
     if v.shape[:-2] != k.shape[:-2]:
         raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
     check_index("cu_seqlens_q", cu_seqlens_q, q, (-1,), "batch_size + 1")
@@ -180,5 +188,6 @@ def _problem(
         hides_pairs=tiles,
         **wanted._asdict(),
         page_block_size=None if s.block_table is None else k.shape[1],
+        cache_dtype=None if s.k_scale is None else k.dtype,
         **check_options(options, headdim, seqlen_q, seqlen_k)._asdict(),
     )

@@ -186,6 +186,8 @@ def why_not_kernels(problem: Problem) -> str | None:
         return "a gradient is needed and the kernels have no backward; use backend='sdpa' or torch.no_grad()"
     if (reason := why_not_arguments(problem, "our Triton kernel", _SERVED_BY_KERNELS)) is not None:
         return reason
+    if problem.cache_dtype is not None and problem.layout is Layout.VARLEN:
+        return "quantized pages are read for queries of one length only; use fast_attn_with_kvcache, or backend='sdpa'"
     if problem.cache_dtype not in (None, torch.int8):
         return f"a cache in {problem.cache_dtype} is not served, only in int8 and the dtype of q; use backend='sdpa'"
     if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:

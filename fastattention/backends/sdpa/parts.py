@@ -104,7 +104,10 @@ def _varlen(problem: Problem, inputs: Inputs) -> Iterator[Part]:
         begin_q, end_q = offsets_q[index : index + 2]
         begin_k, end_k = offsets_k[index : index + 2]
         if problem.is_paged:
-            k, v = (_from_pages(pages, inputs, index, 0, end_k - begin_k) for pages in (inputs.k, inputs.v))
+            k, v = (
+                _cached_tokens(pages, scale, inputs, index, 0, 0, end_k - begin_k)
+                for pages, scale in ((inputs.k, inputs.k_scale), (inputs.v, inputs.v_scale))
+            )
         else:
             k, v = inputs.k[begin_k:end_k], inputs.v[begin_k:end_k]
         bias = None if inputs.attn_bias is None else inputs.attn_bias[None, :, begin_q:end_q, : end_k - begin_k]

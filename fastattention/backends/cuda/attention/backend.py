@@ -87,6 +87,10 @@ class CudaBackend(AttentionBackend):
             return reason
         if (reason := why_not_arguments(problem, self.name, KERNELS_SERVE)) is not None:
             return reason
+        if problem.cache_dtype is not None and problem.layout is Layout.VARLEN:
+            return (
+                "quantized pages are read for queries of one length only; use fast_attn_with_kvcache, or backend='sdpa'"
+            )
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return why_not_backward(problem, self.name) or (why_not_widths(problem) if problem.grads else None)

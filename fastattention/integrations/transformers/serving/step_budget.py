@@ -12,8 +12,9 @@ class StepBudget:
     """Chooses the tokens of a step from the times of steps before.
 
     A step that reads n tokens of prompts takes about fixed + n * per_token seconds, a line fitted to the last ones. It
-    may take 1.75 times as long as a step of answers alone. Where the fixed part is longer than that, as it is on a GPU whose
-    steps of answers are CUDA graphs, reading may take 0.75 times as long as the fixed part: fewer tokens would gain little.
+    may take _SLOWDOWN times as long as a step of answers alone. On a GPU steps of answers alone are CUDA graphs, and
+    the fixed part of others is longer than that: then a step may take _SLOWDOWN times the fixed part, since fewer
+    tokens would gain little.
     """
 
     def __init__(self, most: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattention import ArgumentError, UnsupportedError, explain, fast_attn_func, fast_attn_with_kvcache
+from fastattention.quantized import quantize
 from unit.samples import int32
 
 TABLE = int32([4, 1, 3], [0, 5, 2])
@@ -172,6 +173,21 @@ def test_wrong_ragged_calls_leave_caches_alone(ragged: Ragged, changes: dict[str
 
 
 @pytest.mark.parametrize("ragged", ["pages"], indirect=True)
+def test_a_ragged_call_appends_to_quantized_caches(ragged: Ragged) -> None:
+    stored = [quantize(cache.nan_to_num(0.0), torch.int8) for cache in ragged.caches]
+    caches, scales = ([pair[at] for pair in stored] for at in (0, 1))
+    names = ("k_scale", "v_scale")
+    wanted_scales = [scale.clone() for scale in scales]
+    out, lse, after = ragged._replace(caches=caches).reference(**dict(zip(names, wanted_scales, strict=True)))
+    given = fast_attn_with_kvcache(
+        ragged.q, *caches, ragged.k, ragged.v, cache_seqlens=int32(7, 0), cu_seqlens_q=offsets(1, 3),
+        cu_seqlens_k_new=offsets(2, 4), max_seqlen_q=3, causal=True, return_lse=True,
+        block_table=TABLE if ragged.is_paged else None, **dict(zip(names, scales, strict=True)),
+    )  # fmt: skip
+    assert_same(given, (out, lse))
+    assert all(map(torch.equal, [*caches, *scales], [*after, *wanted_scales]))
+
+
 def test_explain_leaves_ragged_caches_alone(ragged: Ragged) -> None:
     before = [cache.clone() for cache in ragged.caches]
     explanation = explain(
@@ -182,7 +198,7 @@ def test_explain_leaves_ragged_caches_alone(ragged: Ragged) -> None:
     assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(ragged.caches, before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["rotary_cos", "cache_leftpad", "attn_bias", "k_scale", "v_scale"])
+@pytest.mark.parametrize("name", ["rotary_cos", "cache_leftpad", "attn_bias"])
 @pytest.mark.parametrize("ragged", ["rows"], indirect=True)
 def test_what_ragged_calls_do_not_take_is_refused(ragged: Ragged, name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^{name} is not served with cu_seqlens_q, cu_seqlens_k_new or"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _LEAST = 16  # tokens of prompts that any step may read
 _FIRST = 64  # in the first step that reads a prompt beside answers
-_SLOWDOWN = 1.75  # steps of answers that a step may take; with what varies, clients see twice their time
+_SLOWDOWN = 1.5  # how many times as long as one of answers alone a step may take; clients see about twice
 _KEPT = 0.9  # weight of the steps before in averages
 
 

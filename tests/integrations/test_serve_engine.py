@@ -46,7 +46,7 @@ def test_others_go_on_while_a_long_prompt_is_read(tmp_path: Path, monkeypatch: p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     engine = Engine(copy.deepcopy(pair("llama").eager), tokenizer, kv_memory=8 << 20)
     took: list[tuple[int, int]] = []  # answers under way, and tokens of prompts that were read
-    monkeypatch.setattr(engine._budget, "tokens", lambda answers: 64)
+    monkeypatch.setattr(engine._budget, "tokens", lambda answers, longest: 64)
     monkeypatch.setattr(engine._budget, "took", lambda answers, read, seconds: took.append((answers, read)))
     short: list[Piece] = []
     long: list[Piece] = []

@@ -21,7 +21,7 @@ def read_beside(answers: int, tokens: int, seconds_of: Callable[[int], float]) -
         budget.took(answers, 0, seconds_of(0))
     steps, seconds = [], []
     while tokens > 0:
-        read = min(tokens, budget.tokens(answers) - answers)
+        read = min(tokens, budget.tokens(answers, MOST + 1) - answers)
         steps.append(read)
         seconds.append(seconds_of(read))
         budget.took(answers, read, seconds[-1])
@@ -31,10 +31,18 @@ def read_beside(answers: int, tokens: int, seconds_of: Callable[[int], float]) -
 
 def test_without_answers_a_step_is_as_long_as_the_batch_has_room_for() -> None:
     budget = StepBudget(MOST)
-    assert budget.tokens(0) == MOST
+    assert budget.tokens(0, 9 * MOST) == MOST
     budget.took(1, 0, 0.02)
     budget.took(1, 64, 0.05)
-    assert budget.tokens(0) == MOST
+    assert budget.tokens(0, 9 * MOST) == MOST
+
+
+def test_prompts_that_fit_a_step_are_read_at_once() -> None:
+    budget = StepBudget(MOST)
+    budget.took(3, 0, 0.02)
+    budget.took(3, 64, 0.05)
+    assert budget.tokens(3, MOST) == MOST
+    assert budget.tokens(3, MOST + 1) < MOST
 
 
 @pytest.mark.parametrize("per_token", [1e-5, 1e-4, 1e-3])

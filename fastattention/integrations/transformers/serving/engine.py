@@ -229,9 +229,10 @@ class Engine:
         batch = self._batch
         echoed = self._read_echoed()
         started = time.perf_counter()
-        active = batch.scheduler.active_requests.values()
-        answers = sum(state.status == RequestStatus.DECODING for state in active)
-        batch.max_batch_tokens = self._budget.tokens(answers)
+        active, waiting = (getattr(batch.scheduler, f"{kind}_requests").values() for kind in ("active", "waiting"))
+        reading = [len(one.initial_tokens) for one in (*active, *waiting) if one.status != RequestStatus.DECODING]
+        answers = len(active) + len(waiting) - len(reading)
+        batch.max_batch_tokens = self._budget.tokens(answers, max(reading, default=0))
         busy = batch.prepare_next_batch()
         self.cache_usage = 1.0 - float(batch.cache.compute_free_capacity())
         if not busy:

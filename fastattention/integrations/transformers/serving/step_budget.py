@@ -25,9 +25,13 @@ class StepBudget:
         # Over steps that read n tokens of prompts in t seconds: weights, and sums of n, t, n * n and n * t.
         self._sums: tuple[float, ...] = (0.0,) * 5
 
-    def tokens(self, answers: int) -> int:
-        """Tokens of the next step, one for each of the answers under way included."""
-        if answers == 0 or self._alone is None:
+    def tokens(self, answers: int, longest: int) -> int:
+        """Tokens of the next step, one for each of the answers under way included.
+
+        longest: tokens of the longest prompt that is being read or waits. One that fits a step is read at once, since
+        chunks would cost a batch of short prompts an eighth of its rate.
+        """
+        if answers == 0 or longest <= self._most or self._alone is None:
             return self._most
         return min(self._most, answers + max(_LEAST, min(2 * self._largest, self._allowed(self._alone))))
 

@@ -58,7 +58,7 @@ def test_a_long_fixed_part_does_not_make_chunks_small() -> None:
     """As on a GPU: answers alone are CUDA graphs of 4 ms, any other step takes 15 ms and 5 us a token."""
     steps, _ = read_beside(64, 30_000, lambda n: 0.015 + 5e-6 * n if n else 0.004)
     assert len(steps) < 30
-    assert max(steps) > 1500
+    assert max(steps) > 1400
 
 
 def test_chunks_grow_with_the_pace_and_never_beyond_twice_the_largest() -> None:

@@ -192,7 +192,7 @@ class _Builder:
         return Call(fast_attn_with_kvcache, arguments, self.buffers, new_slots)
 
     def _stored(self, suffix: str, dtype: torch.dtype | None, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Keys and values as they are, or quantized with their scales. Unused tokens, which are NaN, have NaN scales."""
+        """Keys and values as they are, or quantized with scales. Unused tokens, which are NaN, have NaN scales."""
         how = self.case.memory_k
         if dtype is None:
             return self._keys_and_values(suffix, k, v, how)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from fastattention.attention.interface import fast_attn_func
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.transformers.block_sparse import prefill_functions
 from fastattention.integrations.transformers.masks import (
@@ -21,6 +22,7 @@ from fastattention.integrations.transformers.masks import (
     attend_varlen,
     combine,
 )
+from fastattention.integrations.transformers.pair_masks import pair_mask_of
 from fastattention.integrations.transformers.stored import StoredTokens
 
 # Arguments by which sparse and gated models change the softmax. Nothing else shows such a change.
@@ -83,6 +85,10 @@ def fast_attention_forward(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(attention_mask, Tensor):
+        if position_bias is None and functions.dense is fast_attn_func:
+            pairs = pair_mask_of(attention_mask, q, k)
+            if pairs is not None:
+                return attend_dense(q, k, v, None, scores, block_mask=pairs), None
         return attend_dense(q, k, v, _attn_bias(attention_mask, position_bias, q), scores), None
     sequences = _varlen_sequences(kwargs) if has_more else None
     if attention_mask is not None and (sequences is None or not isinstance(attention_mask, DenseMask)):

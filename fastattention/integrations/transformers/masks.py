@@ -9,7 +9,8 @@ SequenceMask
 ├── CachedMask   few queries, many keys: fast_attn_with_kvcache on the keys in place, without copies
 └── VarlenMask   padding or variable-length sequences: fast_attn_varlen_func on the real tokens alone
 
-A pattern that none of them can express stays a tensor, (batch_size, 1, seqlen_q, seqlen_k), and becomes an attn_bias.
+A pattern that none of them can express stays a tensor, (batch_size, 1, seqlen_q, seqlen_k). It becomes an attn_bias, or
+a mask of single pairs (pair_masks.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from fastattention.attention.interface import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.sparse import PairMask
 
 AnyMask = TypeVar("AnyMask", bound="SequenceMask")
 Window = tuple[int, int]  # keys seen to the left and to the right, -1 unlimited
@@ -186,11 +188,12 @@ def attend_dense(
     scores: Scores,
     causal: bool = False,
     window: Window = (-1, -1),
+    **masked: PairMask,
 ) -> Tensor:
-    """fast_attn_func, or its replacement, with a layer's scores."""
+    """fast_attn_func, or its replacement, with a layer's scores. masked: block_mask, of fast_attn_func alone."""
     out: Tensor = scores.functions.dense(
         q, k, v, scores.dropout_p, scores.softmax_scale, causal, window, scores.softcap, attn_bias=bias,
-        sinks=scores.sinks,
+        sinks=scores.sinks, **masked,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,52 @@
+"""Masks that models give as tensors, read as masks of single pairs, whose hidden blocks kernels skip.
+
+Such a tensor serves all layers of a forward pass: text with images, or documents that padding masks cannot express. The
+second layer that gets it reads it. The first does not: a model may make another mask for each of its layers, and
+reading one can take as long as attending under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastattention.attention.problem import BLOCK_STEP
+from fastattention.engine.eager import runs_eagerly
+from fastattention.gpu_runtime.module import is_capturing
+from fastattention.sparse import PairMask, from_pairs
+
+_SKIPPING = ("cpu", "cuda")  # devices whose kernels skip hidden blocks
+
+
+class _Seen(NamedTuple):
+    version: int  # of the tensor: it may be written to
+    pairs: PairMask | None  # None: one layer has got it
+
+
+_SEEN: MutableMapping[Tensor, _Seen] = WeakIdKeyDictionary()
+
+
+def pair_mask_of(mask: Tensor, q: Tensor, k: Tensor) -> PairMask | None:
+    """The mask of single pairs that a tensor is; None where it is none, or where it is not worth it.
+
+    mask: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k); q: (batch_size, seqlen_q, nheads, headdim), k likewise
+    """
+    fits = mask.dim() == 4 and mask.shape[0] in (1, q.shape[0]) and mask.shape[1] in (1, q.shape[2])
+    sizes = (q.shape[1], k.shape[1])
+    if not fits or mask.dtype is not torch.bool or tuple(mask.shape[2:]) != sizes or min(sizes) < BLOCK_STEP:
+        return None
+    if mask.device.type not in _SKIPPING or not runs_eagerly(mask, q, k) or (mask.is_cuda and is_capturing()):
+        return None
+    if mask.is_inference():  # nothing tells whether it has been written to
+        return None
+    seen = _SEEN.get(mask)
+    if seen is None or seen.version != mask._version:
+        _SEEN[mask] = _Seen(mask._version, None)
+        return None
+    if seen.pairs is None:
+        seen = _SEEN[mask] = _Seen(mask._version, from_pairs(mask))
+    return seen.pairs

@@ -51,6 +51,9 @@ BUILDERS = {
     "benchmarks/ascend-plan.md": ascend_plan.build,
     "benchmarks/volta-model.md": volta_model.build,
     "assets/speed.svg": speed_chart.build,
+    "assets/gpu-prefill.svg": gpu.prefill_chart,
+    "assets/gpu-backward.svg": gpu.backward_chart,
+    "assets/gpu-decode.svg": gpu.decode_chart,
     "assets/long-contexts.svg": long_contexts.build_chart,
     "assets/tensor-parallel.svg": tensor_parallel.build_chart,
 }

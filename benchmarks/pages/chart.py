@@ -55,8 +55,8 @@ class Chart:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
             f'role="img" aria-label="{escape(self.title)}" font-family="{escape(FONTS)}">',
             f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-            _text(MARGIN, 38, self.title, 20, INK, "600"),
-            _text(MARGIN, 61, self.subtitle, 13.5, FAINT),
+            text(MARGIN, 38, self.title, 20, INK, "600"),
+            text(MARGIN, 61, self.subtitle, 13.5, FAINT),
             *self._axis(bottom),
         ]
         top = PLOT_TOP
@@ -64,7 +64,7 @@ class Chart:
             parts += self._group(group, top)
             top += group_height
         parts += [
-            _text(MARGIN, bottom + 18 + NOTE_LINE * line, note, 12.5, FAINT) for line, note in enumerate(self.notes)
+            text(MARGIN, bottom + 18 + NOTE_LINE * line, note, 12.5, FAINT) for line, note in enumerate(self.notes)
         ]
         return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -75,21 +75,21 @@ class Chart:
     def _axis(self, bottom: int) -> list[str]:
         one = self._x(1.0)
         parts = [
-            _text(one - 8, PLOT_TOP - 25, "slower", 12, LOSS, "600", "end"),
-            _text(one + 8, PLOT_TOP - 25, "faster", 12, GAIN, "600"),
+            text(one - 8, PLOT_TOP - 25, "slower", 12, LOSS, "600", "end"),
+            text(one + 8, PLOT_TOP - 25, "faster", 12, GAIN, "600"),
         ]
         for tick in self.ticks:
             colour, width = (INK, 1.5) if tick == 1 else (GRID, 1)
             x = self._x(tick)
             parts.append(f'<path d="M{x:.1f} {PLOT_TOP}V{bottom}" stroke="{colour}" stroke-width="{width}"/>')
-            parts.append(_text(x, PLOT_TOP - 7, f"{tick:g}x", 12, INK if tick == 1 else FAINT, anchor="middle"))
+            parts.append(text(x, PLOT_TOP - 7, f"{tick:g}x", 12, INK if tick == 1 else FAINT, anchor="middle"))
         return parts
 
     def _group(self, group: Group, top: int) -> list[str]:
         parts = [
             # A white box keeps the grid from running through the heading.
             f'<rect x="{MARGIN}" y="{top + 4}" width="{WIDTH - 2 * MARGIN}" height="22" fill="#ffffff"/>',
-            _text(MARGIN, top + 20, group.heading, 14, INK, "600", end=group.faint),
+            text(MARGIN, top + 20, group.heading, 14, INK, "600", end=group.faint),
         ]
         for index, bar in enumerate(group.bars):
             y = top + GROUP_HEADING + ROW * index
@@ -99,17 +99,18 @@ class Chart:
             number = f"{bar.ratio:.2f}x" if bar.ratio < 10 else f"{bar.ratio:.1f}x"
             at, anchor = (end + 6, "start") if gained else (begin - 6, "end")
             parts += [
-                _text(MARGIN + 12, y + 13, bar.label, 13.5, INK, end=bar.faint),
+                text(MARGIN + 12, y + 13, bar.label, 13.5, INK, end=bar.faint),
                 f'<rect x="{begin:.1f}" y="{y}" width="{max(end - begin, 2.0):.1f}" height="{BAR}" rx="2" '
                 f'fill="{colour}"/>',
-                _text(at, y + 13, number, 13.5, colour, "600", anchor),
+                text(at, y + 13, number, 13.5, colour, "600", anchor),
             ]
         return parts
 
 
-def _text(
+def text(
     x: float, y: float, text: str, size: float, fill: str, weight: str = "400", anchor: str = "start", end: str = ""
 ) -> str:
+    """A line of text. end: in grey, after it."""
     style = f'font-size="{size:g}" fill="{fill}" font-weight="{weight}" text-anchor="{anchor}"'
     faint = f'<tspan dx="7" fill="{FAINT}" font-weight="400" font-size="12.5">{escape(end)}</tspan>' if end else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}{faint}</text>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .line_chart import LineChart, Panel, Style
 from .markdown import number, page, ratio, table, tokens
 from .results import Result
 
@@ -31,13 +32,24 @@ work for the whole GPU. The paths for Turing, Volta and Pascal were run on the s
 those cards: Hopper emulates Volta's matrix instruction, and Pascal has none. **Bold** ratios are losses.
 {NOT_MEASURED}"""
 PATHS = ("fastattention sm80", "SDPA flash", "SDPA cudnn", "fastattention sm75", "SDPA efficient")
+STYLES = {
+    "fastattention sm80": Style("#1f7a8c", ours=True),
+    "fastattention sm75": Style("#1f7a8c", ours=True, dashed=True),
+    "cuDNN": Style("#7b5ea7"),
+    "FlashAttention-2": Style("#d1603d"),
+    "CUTLASS": Style("#8a96a1", dashed=True),
+}
+PEERS = {"SDPA flash": "FlashAttention-2", "SDPA cudnn": "cuDNN", "SDPA efficient": "CUTLASS"}
 VARIATIONS = ("pages of 1", "pages of 16", "pages of 64", "pages of 256", "int8 cache", "float8 cache", "sm75 path",
               "sm70 path", "sm60 path")  # fmt: skip
 
 
 def build_prefill() -> str:
     """gpu.md."""
-    blocks = [PREFILL_INTRODUCTION]
+    blocks = [
+        PREFILL_INTRODUCTION,
+        "![Prefill by length, beside cuDNN, FlashAttention-2 and CUTLASS](../assets/gpu-prefill.svg)",
+    ]
     for name in ("gpu", "h100/gpu"):
         result = Result.load(name)
         measurements = result.data["measurements"]
@@ -52,6 +64,51 @@ def build_prefill() -> str:
             *_overhead(result.data["call_us"]),
         )
     return page("GPU: prefill", *blocks)
+
+
+def prefill_chart() -> str:
+    """gpu-prefill.svg."""
+    return _chart("Prefill on an H200, causal", "gpu", 200)
+
+
+def backward_chart() -> str:
+    """gpu-backward.svg."""
+    return _chart("Gradients on an H200, causal", "gpu_backward", 100)
+
+
+def decode_chart() -> str:
+    """gpu-decode.svg."""
+    result, panels = Result.load("gpu_decode"), []
+    single = [one for one in result.data["measurements"] if one["batch_size"] == 1]
+    for heads in dict.fromkeys((one["nheads"], one["nheads_k"]) for one in single):
+        found = sorted(
+            (one for one in single if (one["nheads"], one["nheads_k"]) == heads), key=lambda one: one["seqlen"]
+        )
+        rates = {
+            name: [one["gbps"][kernel] for one in found]
+            for kernel, name in {"fastattention": "fastattention", **PEERS}.items()
+            if kernel in found[0]["gbps"]
+        }
+        rates["copy within the GPU"] = [result.data["copy_gbps"]] * len(found)
+        panels.append(Panel("{} on {} heads of 128".format(*heads), [tokens(one["seqlen"]) for one in found], rates))
+    styles = {
+        "fastattention": STYLES["fastattention sm80"], **{name: STYLES[name] for name in ("cuDNN", "FlashAttention-2")},
+        "copy within the GPU": STYLES["CUTLASS"],
+    }  # fmt: skip
+    subtitle = "GB/s of keys and values that are read, float16, one query of one sequence; higher is better"
+    return LineChart("Decode on an H200", subtitle, "keys", 1000, styles, panels).svg()
+
+
+def _chart(title: str, name: str, step: float) -> str:
+    """TFLOPS by length: a panel for each head dimension."""
+    causal = [one for one in Result.load(name).data["measurements"] if one["causal"] and one["tokens"] != "packed"]
+    panels = []
+    for headdim in sorted({one["headdim"] for one in causal}):
+        found = sorted((one for one in causal if one["headdim"] == headdim), key=lambda one: int(one["tokens"]))
+        rates = {PEERS.get(kernel, kernel): [one["tflops"][kernel] for one in found] for kernel in PATHS}
+        panels.append(Panel(f"heads of {headdim}", [tokens(int(one["tokens"])) for one in found], rates))
+    subtitle = "TFLOPS, float16; higher is better. The dashed lines are what Turing can run; no T4 was measured."
+    return LineChart(title, subtitle, "tokens", step, STYLES, panels).svg()
 
 
 def _dense(measurements: list[dict[str, Any]]) -> str:
@@ -98,7 +155,8 @@ def build_backward() -> str:
     result = Result.load("gpu_backward")
     rates, peaks = _dense(result.data["measurements"]), _peaks(result.data["peaks"])
     blocks = result.sourced(f"## {result.gpu}", rates, f"### Memory, {result.gpu}", *peaks)
-    return page("GPU: backward", BACKWARD_INTRODUCTION, *blocks)
+    picture = "![Gradients by length, beside cuDNN, FlashAttention-2 and CUTLASS](../assets/gpu-backward.svg)"
+    return page("GPU: backward", BACKWARD_INTRODUCTION, picture, *blocks)
 
 
 def _peaks(peaks: list[dict[str, Any]]) -> list[str]:
@@ -117,7 +175,10 @@ Peak memory of a forward and its backward beyond q, k, v and the gradient of out
 
 def build_decode() -> str:
     """gpu-decode.md."""
-    blocks = [DECODE_INTRODUCTION]
+    blocks = [
+        DECODE_INTRODUCTION,
+        "![Decode by the number of keys, beside cuDNN and FlashAttention-2](../assets/gpu-decode.svg)",
+    ]
     for name in ("gpu_decode", "h100/gpu_decode"):
         result = Result.load(name)
         rows = [[f"`fast_attn_with_kvcache`{_case(name)}", number(us)] for name, us in result.data["call_us"].items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -27,6 +28,7 @@ PRINTED = {
     "flash_attn_unchanged": ["sequence 0: 60 tokens", "40 rows of padding are 0"],
     "train --steps=3 --seqlen=64": ["s per step", "largest difference of the losses: "],
     "lora --steps=3 --seqlen=64": ["57344 of 2877696 parameters are trained", "mean loss of the first ten steps"],
+    "long_document --new-tokens=4": ["8188 tokens in chunks of 4096", "1500MiB allowed"],
     "batch_file --new-tokens=4": ["20 answers added to answers.jsonl, 0 were there"],
     "context_budget": ["needs an NVIDIA GPU" if not torch.cuda.is_available() else "those of a cache that keeps"],
 }
@@ -77,6 +79,20 @@ def test_tensor_parallel_example_runs_on_two_ranks() -> None:
     ran = run(*launcher, str(EXAMPLES / "tensor_parallel.py"))
     for rank in range(2):  # both write at once: a line may hold the words of both
         assert f"rank {rank} of 2: the output of the whole layer" in ran.stdout
+
+
+def test_the_notebook_runs_as_far_as_it_needs_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((EXAMPLES / "t4.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    programs = [compile(source, "t4.ipynb", "exec") for source in sources if source[0] not in "%!"]
+    scope: dict[str, object] = {}
+    for program in programs[:2]:  # without times, and without a model to download
+        exec(program, scope)
+    printed = capsys.readouterr().out
+    assert "serves this call" in printed
+    errors = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if "largest error" in line]
+    assert len(errors) == 2
+    assert max(errors) < 1e-2
 
 
 @pytest.fixture

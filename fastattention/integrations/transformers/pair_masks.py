@@ -19,7 +19,8 @@ from fastattention.engine.eager import runs_eagerly
 from fastattention.gpu_runtime.module import is_capturing
 from fastattention.sparse import PairMask, from_pairs
 
-_SKIPPING = ("cpu", "cuda")  # devices whose kernels skip hidden blocks
+# Devices whose kernels skip hidden blocks, and the dtypes that these take.
+_SKIPPING = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 
 
 class _Seen(NamedTuple):
@@ -39,7 +40,9 @@ def pair_mask_of(mask: Tensor, q: Tensor, k: Tensor) -> PairMask | None:
     sizes = (q.shape[1], k.shape[1])
     if not fits or mask.dtype is not torch.bool or tuple(mask.shape[2:]) != sizes or min(sizes) < BLOCK_STEP:
         return None
-    if mask.device.type not in _SKIPPING or not runs_eagerly(mask, q, k) or (mask.is_cuda and is_capturing()):
+    if q.dtype not in _SKIPPING.get(mask.device.type, ()) or not runs_eagerly(mask, q, k):
+        return None
+    if mask.is_cuda and is_capturing():  # reading a mask waits for the GPU
         return None
     if mask.is_inference():  # nothing tells whether it has been written to
         return None

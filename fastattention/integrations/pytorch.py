@@ -23,6 +23,7 @@ from fastattention.attention.interface import fast_attn_func
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 from fastattention.backends.sdpa.fused import torch_attention
 from fastattention.engine.checks import DTYPES
+from fastattention.integrations.pair_masks import pair_mask_of
 
 
 def scaled_dot_product_attention(
@@ -69,8 +70,9 @@ def scaled_dot_product_attention(
     if is_causal:
         k, v = k[:, :seqlen_q], v[:, :seqlen_q]
         window = (-1, max(seqlen_q - seqlen_k, 0))  # counted from the last query at the last key
-    bias = None if attn_mask is None else _bias(attn_mask, query.dtype, batch)
-    out: Tensor = fast_attn_func(q, k, v, dropout_p, scale, window_size=window, attn_bias=bias)
+    pairs = None if attn_mask is None or len(batch) > 1 else pair_mask_of(attn_mask, q, k)
+    bias = None if attn_mask is None or pairs is not None else _bias(attn_mask, query.dtype, batch)
+    out: Tensor = fast_attn_func(q, k, v, dropout_p, scale, window_size=window, attn_bias=bias, block_mask=pairs)
     out = out.transpose(1, 2)
     outer = (*batch, out.shape[1]) if max(query.dim(), key.dim(), value.dim()) > 2 else ()
     return out.reshape(*outer, *out.shape[2:])

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from fastattention.attention.interface import fast_attn_func
 from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.integrations.pair_masks import pair_mask_of
 from fastattention.integrations.transformers.block_sparse import prefill_functions
 from fastattention.integrations.transformers.masks import (
     AT_ONCE,
@@ -22,7 +23,6 @@ from fastattention.integrations.transformers.masks import (
     attend_varlen,
     combine,
 )
-from fastattention.integrations.transformers.pair_masks import pair_mask_of
 from fastattention.integrations.transformers.stored import StoredTokens
 
 # Arguments by which sparse and gated models change the softmax. Nothing else shows such a change.

@@ -10,7 +10,7 @@ SequenceMask
 └── VarlenMask   padding or variable-length sequences: fast_attn_varlen_func on the real tokens alone
 
 A pattern that none of them can express stays a tensor, (batch_size, 1, seqlen_q, seqlen_k). It becomes an attn_bias, or
-a mask of single pairs (pair_masks.py).
+a mask of single pairs (integrations/pair_masks.py).
 """
 
 from __future__ import annotations

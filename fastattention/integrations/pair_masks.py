@@ -1,7 +1,7 @@
-"""Masks that models give as tensors, read as masks of single pairs, whose hidden blocks kernels skip.
+"""Masks that models give as bool tensors, read as masks of single pairs, whose hidden blocks kernels skip.
 
 Such a tensor serves all layers of a forward pass: text with images, or documents that padding masks cannot express. The
-second layer that gets it reads it. The first does not: a model may make another mask for each of its layers, and
+second call that gets it reads it. The first does not: a model may make another mask for each of its layers, and
 reading one can take as long as attending under it.
 """
 
@@ -25,7 +25,7 @@ _SKIPPING = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (tor
 
 class _Seen(NamedTuple):
     version: int  # of the tensor: it may be written to
-    pairs: PairMask | None  # None: one layer has got it
+    pairs: PairMask | None  # None: one call has had it
 
 
 _SEEN: MutableMapping[Tensor, _Seen] = WeakIdKeyDictionary()
@@ -36,9 +36,12 @@ def pair_mask_of(mask: Tensor, q: Tensor, k: Tensor) -> PairMask | None:
 
     mask: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k); q: (batch_size, seqlen_q, nheads, headdim), k likewise
     """
-    fits = mask.dim() == 4 and mask.shape[0] in (1, q.shape[0]) and mask.shape[1] in (1, q.shape[2])
+    if mask.dtype is not torch.bool or not 2 <= mask.dim() <= 4:
+        return None
+    pairs = mask[(None,) * (4 - mask.dim())]
     sizes = (q.shape[1], k.shape[1])
-    if not fits or mask.dtype is not torch.bool or tuple(mask.shape[2:]) != sizes or min(sizes) < BLOCK_STEP:
+    fits = pairs.shape[0] in (1, q.shape[0]) and pairs.shape[1] in (1, q.shape[2]) and tuple(pairs.shape[2:]) == sizes
+    if not fits or min(sizes) < BLOCK_STEP:
         return None
     if q.dtype not in _SKIPPING.get(mask.device.type, ()) or not runs_eagerly(mask, q, k):
         return None
@@ -51,5 +54,5 @@ def pair_mask_of(mask: Tensor, q: Tensor, k: Tensor) -> PairMask | None:
         _SEEN[mask] = _Seen(mask._version, None)
         return None
     if seen.pairs is None:
-        seen = _SEEN[mask] = _Seen(mask._version, from_pairs(mask))
+        seen = _SEEN[mask] = _Seen(mask._version, from_pairs(pairs))
     return seen.pairs

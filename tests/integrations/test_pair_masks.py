@@ -1,4 +1,4 @@
-"""A mask that reaches several layers as one tensor is read once, as a mask of single pairs."""
+"""A mask that reaches several calls as one tensor is read once, as a mask of single pairs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fastattention import sparse
-from fastattention.integrations.transformers import pair_masks
+from fastattention.integrations import pair_masks
+from fastattention.integrations.pytorch import scaled_dot_product_attention
 from fastattention.integrations.transformers.attention import fast_attention_forward
 
 from .models import assert_same, deep, prompts
@@ -80,6 +81,16 @@ def test_a_tensor_of_inference_mode_stays_a_bias(read: list[Tensor]) -> None:
     for _ in range(3):
         torch.testing.assert_close(*layer(mask), atol=2e-6, rtol=1e-5)
     assert read == []
+
+
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_the_function_in_place_of_that_of_torch_reads_it_too(axes: int, read: list[Tensor]) -> None:
+    mask = text_with_images(1)[(0,) * (4 - axes)]
+    for seed in range(3):
+        q, k, v = torch.randn(3, 2, 4, LENGTH, 16, generator=torch.Generator().manual_seed(seed))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), expected, atol=2e-6, rtol=1e-5)
+    assert len(read) == 1
 
 
 def test_a_model_gives_what_it_gives_with_a_bias(read: list[Tensor]) -> None:

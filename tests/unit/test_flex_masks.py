@@ -307,7 +307,8 @@ def test_random_pairs_are_read_pair_by_pair(
     mod, lengths, block_size, sizes = case
     drawn = torch.rand(*sizes, *lengths) < share
     read_right(lambda b, h, i, j: mod(b, h, i, j) & drawn[b, h, i, j], *lengths, block_size, sizes)
-    read = FlexBlocks(*from_pairs(drawn, block_size=block_size)[::3], -1, -1, *from_pairs(drawn)[1:3])
+    mask = from_pairs(drawn, block_size=block_size)
+    read = FlexBlocks(mask.kept, mask.block_size, -1, -1, mask.tile_index, mask.tile_bits)
     assert torch.equal(pairs(read, *lengths), drawn)
 
 
@@ -341,10 +342,15 @@ def test_a_pair_mask_serves_compiled_and_mapped_calls() -> None:
 
 def test_tiles_that_hide_nothing_or_everything_take_no_memory() -> None:
     shown = torch.ones(1, 1, 256, 256, dtype=torch.bool)
-    shown[..., :128, :128] = False  # four tiles that show nothing
+    shown[..., :128, :128] = False  # a block: four tiles that show nothing
+    shown[..., 128:192, :64] = False  # such a tile in a kept block
     shown[..., 200, 200] = False
-    assert from_pairs(shown).tile_bits.shape == (2, 64)
-    assert from_pairs(shown).kept.tolist() == [[[[False, True], [True, True]]]]
+    mask = from_pairs(shown)
+    assert mask.tile_bits.shape == (2, 64)
+    assert mask.kept.tolist() == [[[[False, True], [True, True]]]]
+    assert torch.equal(
+        pairs(FlexBlocks(mask.kept, mask.block_size, -1, -1, mask.tile_index, mask.tile_bits), 256, 256), shown
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -54,7 +54,7 @@ class RaggedCache(NamedTuple):
         positions = self.before[sequences] + tokens - offsets[sequences]
         # A position without room stays outside of the last page, where the kernel reports it.
         columns = (positions // page_block_size).clamp(max=self.pages.shape[1] - 1)
-        no_queries = self.k.rows.new_empty(len(tokens), 0, *self.k_cache.shape[2:])
+        no_queries = self.queries.rows.new_empty(len(tokens), 0, *self.k_cache.shape[2:])
         arguments = KvCacheArguments(
             no_queries, self.k_cache, self.v_cache, self.k.rows[:, None], self.v.rows[:, None],
             cache_seqlens=positions - columns * page_block_size, block_table=self.pages[sequences, columns][:, None],

@@ -24,6 +24,8 @@ def has_gradients(case: Case) -> bool:
     """Cases that take long are left out, and a row whose lse is -3e38: what its keys add to that is below rounding."""
     if not isinstance(case, (DenseCase, VarlenCase)) or case.batch_size == 0 or case in LONG or case.qk_dtype:
         return False
+    if isinstance(case, VarlenCase) and case.quantized:
+        return False
     return not (case.bias is not None and case.bias.finite and case.bias.hides == "rows")
 
 

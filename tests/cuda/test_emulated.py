@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.backend import ATTENTION_BACKENDS
+from fastattention.attention.problem import Layout
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
@@ -168,7 +169,7 @@ def test_more_blocks_than_a_cta_has_threads(backend: type[EmulatedCudaBackend]) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_only_float32_is_refused(dtype: torch.dtype) -> None:
     """The other tests skip what is refused."""
-    for case in (case for case in CASES if case.qk_dtype is None):
+    for case in (case for case in CASES if case.qk_dtype is None and getattr(case, "quantized", None) is None):
         problem = problem_of(case, dtype)
         for backend in emulator.EMULATED:
             reason = backend().why_not(problem)
@@ -181,11 +182,12 @@ def test_only_float32_is_refused(dtype: torch.dtype) -> None:
     [
         ({"dropout_p": 0.1, "return_mask": True}, "return_attn_probs"),
         ({"grads": ("alibi_slopes",)}, "alibi_slopes"),
+        ({"layout": Layout.VARLEN, "cache_dtype": torch.int8}, "quantized pages are read for queries of one length"),
         ({"grads": ("q",), "headdim": 257}, "headdim=257"),
         ({"grads": ("v",), "headdim_v": 0}, "headdim_v=0"),
         ({"in_transform": True}, "torch.func"),
     ],
-    ids=["dropout-mask", "slopes", "wide", "no-columns", "transforms"],
+    ids=["dropout-mask", "slopes", "quantized-pages", "wide", "no-columns", "transforms"],
 )
 def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) -> None:
     problem = problem_of(CASES[0], torch.float16)

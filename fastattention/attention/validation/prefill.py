@@ -168,6 +168,11 @@ def _problem(
         batch_size, total_q = s.cu_seqlens_q.shape[0] - 1, q.shape[0]
         seqlen_q, seqlen_k = longest
         bias_shape, bias_axes = (nheads, total_q, seqlen_k), "nheads, total_q, max_seqlen_k"
+    stored = [name for name in ("k", "v", "k_scale", "v_scale") if name in wanted.grads]
+    if s.k_scale is not None and stored:
+        raise ArgumentError(
+            f"{' and '.join(stored)} must not require gradients: quantized pages and their scales have none"
+        )
     score_tensors = check_score_tensors(scores, q, batch_size, bias_shape, bias_axes)
     block_size = check_block_mask(s.block_mask, q, nheads, batch_size, (seqlen_q, seqlen_k), options)
     tiles = check_tiles(s.tile_index, s.tile_bits, q, nheads, (batch_size, seqlen_q, seqlen_k), longest is not None)

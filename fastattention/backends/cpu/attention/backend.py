@@ -41,6 +41,10 @@ class CpuBackend(AttentionBackend):
             )
         if (reason := why_not_arguments(problem, self.name, KERNELS_SERVE)) is not None:
             return reason
+        if problem.cache_dtype is not None and (problem.block_size or problem.dropout_p or problem.qk_dtype):
+            given = {"block_mask": problem.block_size, "dropout_p": problem.dropout_p, "qk_dtype": problem.qk_dtype}
+            names = " and ".join(name for name, value in given.items() if value)
+            return f"{names} with quantized pages is not served; dequantize k and v, or use backend='sdpa'"
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return None

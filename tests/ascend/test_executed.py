@@ -20,7 +20,7 @@ from ascend.engine import BACKENDS, ExecutedEngine
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.ascend.call import MAX_HEADDIM
 from fastattention.testing.calls import problem_of
-from fastattention.testing.case import Case, KvCacheCase
+from fastattention.testing.case import Case, KvCacheCase, VarlenCase
 
 
 class Run(NamedTuple):
@@ -79,10 +79,19 @@ def test_only_what_the_kernels_lack_is_refused(dtype: torch.dtype) -> None:
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     wide = {case.name for case in CASES if max(case.headdim, case.headdim_of_v) > MAX_HEADDIM}
     in_float8 = {case.name for case in CASES if isinstance(case, KvCacheCase) and case.stored == "float8"}
+    quantized = {case.name for case in CASES if isinstance(case, VarlenCase) and case.quantized}
     masked = {case.name for case in CASES if case.bias is not None or case.blocks is not None}
     changed = {case.name for case in CASES if case.qk_dtype is not None or case.dropout_p}
-    assert refused.keys() == wide | in_float8 | masked | changed
-    words = "float8", "attn_bias", "block_mask", "qk_dtype", "dropout_p", f"at most {MAX_HEADDIM} is served"
+    assert refused.keys() == wide | in_float8 | quantized | masked | changed
+    words = (
+        "float8",
+        "quantized pages",
+        "attn_bias",
+        "block_mask",
+        "qk_dtype",
+        "dropout_p",
+        f"at most {MAX_HEADDIM} is served",
+    )
     for reason in refused.values():
         assert any(word in reason for word in words)
 

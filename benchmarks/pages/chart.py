@@ -51,14 +51,7 @@ class Chart:
         heights = [GROUP_HEADING + ROW * len(group.bars) + GROUP_GAP for group in self.groups]
         bottom = PLOT_TOP + sum(heights)
         height = bottom + NOTE_LINE * len(self.notes) + 22
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-            f'role="img" aria-label="{escape(self.title)}" font-family="{escape(FONTS)}">',
-            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-            text(MARGIN, 38, self.title, 20, INK, "600"),
-            text(MARGIN, 61, self.subtitle, 13.5, FAINT),
-            *self._axis(bottom),
-        ]
+        parts = self._axis(bottom)
         top = PLOT_TOP
         for group, group_height in zip(self.groups, heights, strict=True):
             parts += self._group(group, top)
@@ -66,7 +59,7 @@ class Chart:
         parts += [
             text(MARGIN, bottom + 18 + NOTE_LINE * line, note, 12.5, FAINT) for line, note in enumerate(self.notes)
         ]
-        return "\n".join([*parts, "</svg>"]) + "\n"
+        return picture(self.title, self.subtitle, height, parts)
 
     def _x(self, ratio: float) -> float:
         lowest, highest = self.ticks[0], self.ticks[-1]
@@ -105,6 +98,18 @@ class Chart:
                 text(at, y + 13, number, 13.5, colour, "600", anchor),
             ]
         return parts
+
+
+def picture(title: str, subtitle: str, height: int, parts: Sequence[str]) -> str:
+    """An SVG with these parts under a title."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'role="img" aria-label="{escape(title)}" font-family="{escape(FONTS)}">',
+        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
+        text(MARGIN, 38, title, 20, INK, "600"),
+        text(MARGIN, 61, subtitle, 13.5, FAINT),
+    )
+    return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
 def text(

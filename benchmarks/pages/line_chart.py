@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from .chart import FAINT, FONTS, GRID, INK, MARGIN, WIDTH, text
+from .chart import FAINT, GRID, INK, MARGIN, WIDTH, picture, text
 
 PLOT_TOP, PLOT_HEIGHT, AXIS_HEIGHT, LEGEND_HEIGHT = 128, 200, 46, 24
 GAP, LABELS = 26, 34  # pixels between panels, and for the labels of the vertical axis
@@ -47,18 +46,11 @@ class LineChart:
     def svg(self) -> str:
         """The picture."""
         height = PLOT_TOP + PLOT_HEIGHT + AXIS_HEIGHT
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-            f'role="img" aria-label="{escape(self.title)}" font-family="{escape(FONTS)}">',
-            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-            text(MARGIN, 36, self.title, 20, INK, "600"),
-            text(MARGIN, 58, self.subtitle, 13.5, FAINT),
-            *self._legend(),
-        ]
+        parts = self._legend()
         width = (WIDTH - 2 * MARGIN - LABELS - GAP * (len(self.panels) - 1)) / len(self.panels)
         for index, panel in enumerate(self.panels):
             parts += self._panel(panel, MARGIN + LABELS + index * (width + GAP), width, index == 0)
-        return "\n".join([*parts, "</svg>"]) + "\n"
+        return picture(self.title, self.subtitle, height, parts)
 
     def _legend(self) -> list[str]:
         parts, x = [], float(MARGIN)

@@ -445,7 +445,7 @@ def fast_attn_with_kvcache(
 
     **Ragged calls.** With cu_seqlens_q, cu_seqlens_k_new or attention_chunk, one call appends, and then a call of
     `fast_attn_varlen_func` over the pages attends, by `backend`. A cache of rows is read as one page a row. Such calls
-    take no rotary tables, cache_leftpad, attn_bias or scales. On a GPU, a sequence without room appends what fits, and
+    take no rotary tables, cache_leftpad or attn_bias. On a GPU, a sequence without room appends what fits, and
     its results are undefined.
 
     **Errors.** When an error is raised, the caches are as they were. A sequence whose cache has no room for the append

@@ -35,11 +35,23 @@ def tiles_of(pairs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tiles = F.pad(pairs, padding).view(batch_size, nheads, rows, BLOCK_STEP, columns, BLOCK_STEP).transpose(3, 4)
     hides = ~F.pad(pairs, padding, value=True).view(batch_size, nheads, rows, BLOCK_STEP, columns, BLOCK_STEP)
     shown, partial = tiles.flatten(4).any(dim=-1), hides.transpose(3, 4).flatten(4).any(dim=-1)
+    index, mixed = numbered(shown, partial, 1)
+    return shown, index, torch.cat((no_pairs(pairs.device), pack(tiles[mixed])))
+
+
+def numbered(shown: Tensor, partial: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """(index, mixed) of tiles of any shape: their entries of the index, and which of them need a row of bits.
+
+    shown: whether a tile shows any pair; partial: whether it hides any; first: the row of the first mixed one
+    """
     mixed = shown & partial
-    count = mixed.flatten().cumsum(dim=0).view_as(mixed)
-    index = torch.where(partial, torch.where(mixed, count, 0), -1).int()
-    nothing = torch.zeros(1, BLOCK_STEP, dtype=torch.int64, device=pairs.device)
-    return shown, index, torch.cat((nothing, pack(tiles[mixed])))
+    count = mixed.flatten().cumsum(dim=0).view_as(mixed) + (first - 1)
+    return torch.where(partial, torch.where(mixed, count, 0), -1).int(), mixed
+
+
+def no_pairs(device: torch.device) -> Tensor:
+    """Row 0 of the bits, int64 (1, 64)."""
+    return torch.zeros(1, BLOCK_STEP, dtype=torch.int64, device=device)
 
 
 def pack(visible: Tensor) -> Tensor:

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import fastattention.integrations.transformers  # noqa: F401  (registers "fast_attention")
+
+if TYPE_CHECKING:
+    from integrations.serving_models import Served
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +49,13 @@ def bytewise_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bytes")
     save_byte_model(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def bytewise(bytewise_folder: Path) -> Iterator[Served]:
+    """A service of that model."""
+    from integrations.serving_models import serve
+
+    found = serve(bytewise_folder)
+    yield found
+    found.service.engine.stop(10)

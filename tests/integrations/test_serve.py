@@ -28,13 +28,6 @@ def served(folder: Path) -> Iterator[Served]:
     found.service.engine.stop(10)
 
 
-@pytest.fixture(scope="module")
-def bytewise(bytewise_folder: Path) -> Iterator[Served]:
-    found = serve(bytewise_folder)
-    yield found
-    found.service.engine.stop(10)
-
-
 def chat(text: str, **body: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, **body}
 

@@ -33,13 +33,6 @@ def served(folder: Path) -> Iterator[Served]:
     found.service.engine.stop(10)
 
 
-@pytest.fixture(scope="module")
-def bytewise(bytewise_folder: Path) -> Iterator[Served]:
-    found = serve(bytewise_folder)
-    yield found
-    found.service.engine.stop(10)
-
-
 def by_client(served: Served, ask: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         http = openai.DefaultAsyncHttpx2Client(transport=httpx2.ASGITransport(served.service.app()))

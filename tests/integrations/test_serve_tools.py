@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,7 +19,7 @@ from fastattention.integrations.transformers.serving.tools import (
     find_format,
     grammar_of_calls,
 )
-from integrations.serving_models import Served, serve
+from integrations.serving_models import Served
 
 CITY = {
     "type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
@@ -61,13 +59,6 @@ TEXTS: list[tuple[str, str, str, list[Any]]] = [
     ("mistral", f"Now: [TOOL_CALLS] [{ONE}, {TWO}]", "Now: ", [ROME, OSLO]),
     ("mistral", "[TOOL_CALLS]weather[ARGS]{}", "[TOOL_CALLS]weather[ARGS]{}", []),
 ]
-
-
-@pytest.fixture(scope="module")
-def bytewise(bytewise_folder: Path) -> Iterator[Served]:
-    found = serve(bytewise_folder)
-    yield found
-    found.service.engine.stop(10)
 
 
 def read(name: str, pieces: list[str], most: int | None = None) -> tuple[str, list[Any]]:

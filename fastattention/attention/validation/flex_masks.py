@@ -225,16 +225,15 @@ class _TileBits:
     def __init__(self, batch_and_heads: tuple[int, ...], grid: _Grid, device: torch.device) -> None:
         rows, columns = (-(-seqlen // _TILE) for seqlen in (grid.seqlen_q, grid.seqlen_k))
         self._index = torch.full((*batch_and_heads, rows, columns), -1, dtype=torch.int32, device=device)
-        self._bits = [torch.zeros(1, _TILE, dtype=torch.int64, device=device)]
+        self._bits = [mask_tiles.no_pairs(device)]
         self._count = 1
 
     def add(self, tiles: _Tiles, shown: Tensor, inside: Tensor) -> None:
         """Adds tiles, of which some may lie outside the score matrix. shown, inside: bool (tiles, 64, 64)."""
         partial = (inside & ~shown).any(dim=-1).any(dim=-1)
-        mixed = partial & shown.any(dim=-1).any(dim=-1)
-        row = torch.where(mixed, self._count - 1 + mixed.cumsum(dim=0), 0)
+        index, mixed = mask_tiles.numbered(shown.any(dim=-1).any(dim=-1), partial, self._count)
         at = (tiles.b, tiles.h, tiles.first_q // _TILE, tiles.first_k // _TILE)
-        self._index[tuple(axis[partial] for axis in at)] = row[partial].int()
+        self._index[tuple(axis[partial] for axis in at)] = index[partial]
         self._bits.append(mask_tiles.pack(shown[mixed]))
         self._count += len(self._bits[-1])
 

@@ -178,7 +178,7 @@ def test_backends_of_this_machine_are_right(
         0.0 <= error["error"] <= error["allowed"] for entry in entries[:-1] for error in entry["errors"].values()
     )
     assert entries[-1]["tflops"].keys() == {"fastattention", "SDPA"}
-    assert report["machine"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["machine"]["versions"]["torch"])  # which may lack "+cpu"
     assert set(report["backends"]) == set(ATTENTION_BACKENDS.order)
     assert "FASTATTENTION_ASCEND" in report["environment"]
 

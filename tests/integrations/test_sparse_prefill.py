@@ -259,7 +259,7 @@ def test_a_block_mask_joins_relative_positions() -> None:
     with hooked(attentions, hide):
         expected = eager(**given).logits
     with sparse_blocks(pattern):
-        assert_same(fast(**given).logits, expected)
+        assert_same(fast(**given).logits, expected, tolerance=2e-5)  # T5 does not scale its scores
     assert pattern.seqlens() == [(LENGTH, LENGTH)] * LAYERS + [(130, 130), (130, LENGTH)] * LAYERS
     assert (dense - expected).abs().max() > 0.05 * dense.abs().max()
 

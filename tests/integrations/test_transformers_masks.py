@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils
@@ -98,8 +98,16 @@ def _real_queries(request: Request) -> Tensor:
     return real[:, request.q_offset :]
 
 
+LEFT = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
+RIGHT = LEFT.flip(1)
+HOLES = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1, 1]], dtype=torch.bool)
+
+
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(requests(), st.booleans(), st.booleans())
+@example(Request(2, 1, 9, 5, 0, CAUSAL, HOLES), True, True)
+@example(Request(2, 1, 9, 5, 0, CAUSAL, LEFT), True, True)
+@example(Request(2, 1, 9, 5, 0, CAUSAL, None), True, True)
 def test_attention_under_a_mask_is_that_under_its_matrix(request: Request, grad: bool, counts: bool) -> None:
     """counts: whether the offset is a tensor, by which a static cache counts its tokens."""
     matrix = request.matrix()
@@ -132,10 +140,6 @@ def test_a_bias_is_added_under_every_mask(request: Request) -> None:
     real = _real_queries(request)
     torch.testing.assert_close(mask.attend(q, k, v, bias, SCORES)[real], expected[real], atol=2e-6, rtol=1e-5)
 
-
-LEFT = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
-RIGHT = LEFT.flip(1)
-HOLES = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1, 1]], dtype=torch.bool)
 
 CHEAPEST = {
     "prefill": (Request(2, 6, 6, 0, 0, CAUSAL, None), DenseMask),

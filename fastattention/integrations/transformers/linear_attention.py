@@ -20,7 +20,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.integrations import hub_kernels
 from transformers.utils import logging
-from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from fastattention.engine.checks import DTYPES
 from fastattention.linear import chunk_gated_delta_rule, recurrent_gated_delta_rule
@@ -106,7 +105,8 @@ def _choosing(original: Rule, ours: Rule) -> Rule:
     @functools.wraps(original)
     def gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         # `original` gets its arguments as they were given: functions of flash-linear-attention have another order.
-        if not _enabled or is_torchdynamo_exporting():
+        # torch 2.11 takes torch.compiler.is_exporting() for true in whatever it compiles, so its flag is read.
+        if not _enabled or getattr(torch.compiler, "_is_exporting_flag", False):
             return original(*args, **kwargs)
         reason = _why_not(*args, **kwargs)
         if reason is not None:

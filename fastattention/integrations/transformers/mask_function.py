@@ -78,8 +78,9 @@ def fast_attention_mask(
         return mask
 
     pattern = recognize(mask_function)
-    decodes = q_length == 1 and pattern == CAUSAL and kv_offset == 0 and not torch.is_grad_enabled()
-    if isinstance(q_offset, Tensor) and decodes and attention_mask is None and not needed:
+    decodes = q_length == 1 and not torch.is_grad_enabled()  # a CachedMask has no gradients
+    counts_all = pattern == CAUSAL and kv_offset == 0 and attention_mask is None
+    if isinstance(q_offset, Tensor) and decodes and counts_all and not needed:
         # The fill of a static cache must not be read while a CUDA graph is captured, or torch.compile traces.
         lengths = (q_offset + 1).to(torch.int32).expand(batch_size).contiguous()
         shape = (batch_size, 1, q_length, kv_length)
@@ -88,7 +89,7 @@ def fast_attention_mask(
     if needed or pattern is None or unreadable:
         return as_tensor()
     shape = (batch_size, 1, q_length, kv_length)
-    call = _Call(shape, int(q_offset), kv_offset, pattern, device, packs, static and q_length == 1, as_tensor)
+    call = _Call(shape, int(q_offset), kv_offset, pattern, device, packs, static and decodes, as_tensor)
     if pattern.sequence_ids is not None:
         return call.sequences(pattern.sequence_ids)
     # Models that compute with their mask do not allow skipping it. Nor does `generate`, when it decodes into a static
@@ -118,7 +119,7 @@ class _Call(NamedTuple):
     pattern: Pattern
     device: torch.device | str
     packs: bool
-    is_static_step: bool  # of decoding into a static cache: all such steps get masks of one kind, for torch.compile
+    is_static_step: bool  # of decoding into a static cache: all such steps get a CachedMask, for torch.compile
     as_tensor: Callable[[], Tensor]
 
     def mask(self, attention_mask: Tensor | None) -> SequenceMask | Tensor:
@@ -160,8 +161,7 @@ class _Call(NamedTuple):
 
     def _without_padding(self, num_keys: int) -> SequenceMask:
         batch_size, _, q_length, kv_length = self.shape
-        in_place = self.is_static_step or (num_keys < kv_length and q_length == 1)
-        if in_place and not torch.is_grad_enabled():
+        if self.is_static_step or (num_keys < kv_length and q_length == 1 and not torch.is_grad_enabled()):
             # Lengths in a tensor, so that one compiled decoding step serves them all.
             lengths = torch.full((batch_size,), num_keys, dtype=torch.int32, device=self.device)
             return CachedMask(*self._common(num_keys), constant(lengths, [num_keys] * batch_size), None, False)

@@ -173,8 +173,12 @@ def _compare(name: str, tiny: Tiny, fast: Any, compute: Computation) -> str:
     allowed = max(CLOSE, _rounding(tiny, gradients("none") if name == "gradients" else forward("none")))
     if difference <= allowed:
         return "same"
-    if _difference(found, _with_sdpa(tiny, compute)) <= allowed:
+    with_sdpa = _with_sdpa(tiny, compute)
+    if _difference(found, with_sdpa) <= allowed:
         return "eager fails: torch's SDPA gives other numbers, those of fast_attention"
+    # Where keys are equal, eager's gradients cancel to 0. Those from the sum of out * dout keep its rounding.
+    if name == "gradients" and difference <= 2 * _difference(with_sdpa, expected) < 1:
+        return "eager fails: torch's SDPA gives other gradients, and no nearer ones than fast_attention"
     return f"differs by {difference:.1e} of the largest number, where rounding explains {allowed:.1e}"
 
 

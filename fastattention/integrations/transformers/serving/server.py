@@ -126,10 +126,20 @@ class _Server(uvicorn.Server):
         late = asyncio.get_running_loop().call_later(
             self._grace, self._engine.fail_all, RequestError(503, "the server has ended before the answer")
         )
+        cut_off = asyncio.ensure_future(self._cut_off())
         await super().shutdown(sockets)
         late.cancel()
+        cut_off.cancel()
         if self.force_exit:  # every request that is cut off would log a traceback
             logging.getLogger("uvicorn.error").disabled = True
+
+    async def _cut_off(self) -> None:
+        """Closes all connections at the second signal. From Python 3.12 on uvicorn waits until clients close them."""
+        while not self.force_exit:
+            await asyncio.sleep(0.1)
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ends after the requests under way at the first signal, and at once at the second."""

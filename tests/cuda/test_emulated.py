@@ -87,8 +87,11 @@ RUNS = [
 ]
 
 
-# Keys of one sequence in several CTAs, whose maxima differ; few queries, which a decode would serve without dropout.
-EVERY_TIME = ("splits-many-float16-cuda-sm80", "dropout-few-queries-scores-float16-cuda-sm80")
+EVERY_TIME = (
+    "splits-many-float16-cuda-sm80",  # keys of one sequence in several CTAs, whose maxima differ
+    "dropout-few-queries-scores-float16-cuda-sm80",  # a decode would serve so few queries without dropout
+    "tiles-256-heads-20-of-1-float16-cuda-sm60",  # a tile that is not full, whose parts are merged in place
+)
 
 
 def variants_for(run: Run) -> set[Variant]:

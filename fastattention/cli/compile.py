@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
-from fastattention.backends.cuda.attention.config import CACHE_FORMATS, KernelConfig
-from fastattention.backends.cuda.attention.variants import choose_decode_variant, choose_variant
+from fastattention.backends.cuda.attention.config import KernelConfig
+from fastattention.backends.cuda.attention.variants import Feature, choose_decode_variant, choose_variant
 from fastattention.cli.console import OUTPUT, check_output_file, status
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import compiler
@@ -27,26 +28,26 @@ def compile_variant(
     headdim: int,
     headdim_v: int,
     dtype: str,
-    scores: bool,
-    paged: bool,
+    features: Sequence[str],
     decode: bool,
     cache: str | None,
     output: Path,
 ) -> None:
     """Write the cubin of the variant that such a call gets to `output`; print its resource usage. Needs no GPU.
 
-    decode: one query over a cache; cache: the format of a quantized one, "int8" or "float8", which only a decode reads.
+    features: values of Feature, without the format of a cache; decode: one query over a cache; cache: the format of a
+        quantized one, "int8" or "float8", which only a decode reads.
     Raises ArgumentError for a variant that does not exist, CompileError where it cannot be compiled or written.
     """
     limits = _checked_limits(arch, target)
     check_headdims(headdim=headdim, headdim_v=headdim_v)
     call = arch, limits, getattr(torch, dtype), headdim, headdim_v
+    asked = [Feature(name) for name in features]
     if decode:
-        cache_dtype = next(dtype for dtype, name in CACHE_FORMATS.items() if name == (cache or ""))
-        kernel = choose_decode_variant(*call, modifies_scores=scores, paged=paged, cache_dtype=cache_dtype)
+        kernel = choose_decode_variant(*call, [*asked, *([Feature(cache)] if cache else [])])
     else:
         _check_forward(arch, dtype, cache)
-        kernel = choose_variant(*call, modifies_scores=scores, paged=paged)
+        kernel = choose_variant(*call, asked)
     check_output_file(output)
     compiler.version()  # loads the compiler, which does not count as the kernel's time
     start = time.perf_counter()

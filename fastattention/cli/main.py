@@ -172,9 +172,9 @@ def compile_variant(
         typer.Option(help="Compute capability to compile for, e.g. 86 or 120. Default: that of the code path."),
     ] = None,
     dtype: Annotated[KernelDtype, typer.Option(help="Of q, k and v.")] = KernelDtype.FLOAT16,
-    scores: Annotated[
-        bool, typer.Option("--scores", help="For softcap, ALiBi, bias, or a softmax_scale that is not positive.")
-    ] = False,
+    softcap: Annotated[bool, typer.Option("--softcap", help="For a softcap from 1e-6 to 128.")] = False,
+    alibi: Annotated[bool, typer.Option("--alibi", help="For ALiBi slopes.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="For an attn_bias.")] = False,
     paged: Annotated[bool, typer.Option("--paged", help="For keys and values in pages.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="For one query over a cache, rather than many.")] = False,
     cache: Annotated[CacheFormat | None, typer.Option(help="With --decode: dtype of a quantized cache.")] = None,
@@ -185,6 +185,7 @@ def compile_variant(
     """
     from fastattention.cli import compile as command
 
+    flags = {"softcap": softcap, "alibi": alibi, "bias": bias, "paged": paged}
     with errors_as_messages():
         command.compile_variant(
             arch=arch,
@@ -192,8 +193,7 @@ def compile_variant(
             headdim=headdim,
             headdim_v=headdim if headdim_v is None else headdim_v,
             dtype=dtype.value,
-            scores=scores,
-            paged=paged,
+            features=[name for name, given in flags.items() if given],
             decode=decode,
             cache=None if cache is None else cache.value,
             output=output,

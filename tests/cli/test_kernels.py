@@ -94,13 +94,13 @@ def test_compile_prints_what_the_kernel_takes(
     run_command: RunCommand, compiled: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     arguments = (
-        "--arch 80 --headdim 100 --headdim-v 40 --target 90 --dtype bfloat16 --scores --paged -o [k].cubin".split()
+        "--arch 80 --headdim 100 --headdim-v 40 --target 90 --dtype bfloat16 --softcap --paged -o [k].cubin".split()
     )
     exit_code, output = run_command("compile", *arguments)
     assert exit_code == 0
     ((name, target),) = compiled
     assert name.startswith("forward_sm80_bfloat16_h128_hv64_")
-    assert name.endswith("_ms_paged")
+    assert name.endswith("_softcaps_paged")
     assert target == 90
     takes = "128 threads, 77 registers each, 16 bytes spilled"
     for said in (name, "9.0", "fastattention_forward", takes, "NVRTC 12.9", f"[k].cubin, {len(name)} bytes"):
@@ -112,7 +112,7 @@ def test_compile_prints_what_the_kernel_takes(
     ("arguments", "dtype", "end"),
     [
         ("--decode", "float16", "_decodes_skaw"),
-        ("--decode --paged --scores --dtype bfloat16", "bfloat16", "_ms_qir_paged_decodes_skaw"),
+        ("--decode --paged --alibi --bias --dtype bfloat16", "bfloat16", "_ha_hb_qir_paged_decodes_skaw"),
         ("--decode --cache int8", "float16", "_decodes_int8_skaw"),
         ("--decode --cache float8 --headdim-v 40", "float16", "_decodes_float8_skaw"),
     ],
@@ -222,21 +222,29 @@ def test_warmup_compiles_with_the_threads_that_it_can_have(
     assert all(kernel.name in output for kernel, _ in loaded)
 
 
+RULES = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
+
+
+def rules_of(kernel: KernelConfig) -> tuple[bool, bool, bool]:
+    """Softcap, ALiBi, bias."""
+    return kernel.softcaps, kernel.has_alibi, kernel.has_bias
+
+
 def test_warmup_takes_what_every_kind_of_call_needs(
     run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[Variant, int]]
 ) -> None:
     assert run_command("warmup", "--device", "cuda:0", "--headdim", 64, "--dtype", "float16").exit_code == 0
     features = {
         source: {
-            (kernel.modifies_scores, kernel.paged, kernel.cache_format)
+            (*rules_of(kernel), kernel.paged, kernel.cache_format)
             for kernel in kernels_of(loaded)
             if kernel.source == source
         }
         for source in ("forward.cuh", "decode.cuh")
     }
-    plain = {(False, False, ""), (True, False, ""), (False, True, "")}
+    plain = {(*rules, False, "") for rules in RULES} | {(*RULES[0], True, "")}
     assert features["forward.cuh"] == plain
-    assert features["decode.cuh"] == plain | {(False, False, "int8"), (False, False, "float8")}
+    assert features["decode.cuh"] == plain | {(*RULES[0], False, "int8"), (*RULES[0], False, "float8")}
     # One for few queries of a group, one for more.
     assert {kernel.tile_m for kernel in kernels_of(loaded) if kernel.decodes} == {16, 64, 128}
     appends = [kernel for kernel, _ in loaded if isinstance(kernel, AppendConfig)]
@@ -271,11 +279,11 @@ def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
     assert run_command("warmup", "--device", "cuda").exit_code == 0
     assert {index for _, index in loaded} == {1}  # the current device
     forwards = [kernel for kernel in kernels_of(loaded) if not kernel.decodes]
-    assert {(kernel.headdim, kernel.dtype, kernel.modifies_scores, kernel.paged) for kernel in forwards} == {
+    assert {(kernel.headdim, kernel.dtype, *rules_of(kernel), kernel.paged) for kernel in forwards} == {
         (headdim, dtype, *features)
         for headdim in (64, 96, 128, 256)
         for dtype in (torch.float16, torch.bfloat16)
-        for features in ((False, False), (True, False), (False, True))
+        for features in [*((*rules, False) for rules in RULES), (*RULES[0], True)]
     }
     # Both are for short sequences and for long ones.
     assert {kernel.tile_m for kernel in forwards if kernel.headdim == 64} == {128, 192}

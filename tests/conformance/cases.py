@@ -72,8 +72,8 @@ FEW_QUERIES = [
               batch_size=40),
 ]  # fmt: skip
 
-# Kernels choose tiles by head dimension and number of queries, and are compiled apart for modified scores and for
-# pages: every combination that some GPU meets, with lengths that end inside a tile.
+# Kernels choose tiles by head dimension and number of queries, and are compiled apart for what is added to scores
+# and for pages: every combination that some GPU meets, with lengths that end inside a tile.
 TILES = [
     case
     for d in (32, 64, 96, 128, 192, 256, 512)
@@ -81,8 +81,8 @@ TILES = [
     for case in (
         DenseCase(name=f"tiles-{d}-{q}", seqlen_q=q, seqlen_k=83, headdim=d, nheads=1, nheads_k=1, batch_size=1,
                   causal=q == 35, window=(-1, 60) if q == 270 else (-1, -1)),
-        DenseCase(name=f"tiles-{d}-{q}-softcap", seqlen_q=q, seqlen_k=83, headdim=d, nheads=1, nheads_k=1,
-                  batch_size=1, softcap=5.0, causal=q == 101),
+        DenseCase(name=f"tiles-{d}-{q}-alibi", seqlen_q=q, seqlen_k=83, headdim=d, nheads=1, nheads_k=1,
+                  batch_size=1, alibi="per_head", causal=q == 101),
         VarlenCase(name=f"tiles-{d}-{q}-pages", seqlens_q=(q, 3), seqlens_k=(83, 70), headdim=d, nheads=1, nheads_k=1,
                    page_block_size=16, causal=q == 270),
     )
@@ -138,6 +138,7 @@ SCORES = [
     DenseCase(name="tiny-scores", seqlen_q=33, seqlen_k=90, magnitude=1e-3),
     DenseCase(name="softcap", seqlen_q=33, seqlen_k=65, softcap=1.5),
     DenseCase(name="softcap-saturated", seqlen_q=33, seqlen_k=65, softcap=5.0, magnitude=12.0),
+    DenseCase(name="softcap-beyond-all-scores", seqlen_q=33, seqlen_k=65, softcap=1000.0),
     DenseCase(name="softcap-large-causal-gqa", seqlen_q=70, seqlen_k=65, softcap=50.0, causal=True, nheads=4),
     DenseCase(name="alibi-per-head", seqlen_q=33, seqlen_k=65, alibi="per_head"),
     DenseCase(name="alibi-per-sequence", seqlen_q=65, seqlen_k=33, alibi="per_sequence", nheads=4),

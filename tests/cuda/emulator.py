@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -21,7 +22,7 @@ from fastattention import files
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, MergeConfig
+from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, AttentionConfig, BackwardConfig, MergeConfig
 from fastattention.backends.cuda.attention.launches import Launches
 from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
 from fastattention.backends.cuda.attention.scratch import Scratch
@@ -376,3 +377,20 @@ class EmulatedSingleSm80(EmulatedCudaBackend):
 
 
 EMULATED = (EmulatedSm60, EmulatedSm70, EmulatedSm75, EmulatedSm80)
+
+
+def rules_of(config: AttentionConfig) -> tuple[bool, ...]:
+    """How scores differ from products times a number: softcap, ALiBi, bias."""
+    return config.softcaps, config.has_alibi, config.has_bias
+
+
+def path_of(variant: Variant) -> tuple[Variant, bool]:
+    """A kernel without its rules of scores, and whether these may choose other tiles.
+
+    Rules are the same code in every tile: a test of all tiles need not have all rules.
+    """
+    if not isinstance(variant, AttentionConfig):
+        return variant, False
+    plain = dataclasses.replace(variant, softcaps=False, has_alibi=False, has_bias=False)
+    softcap_chooses = isinstance(variant, BackwardConfig) and variant.softcaps
+    return plain, softcap_chooses or variant.has_alibi or variant.has_bias

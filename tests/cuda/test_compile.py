@@ -25,8 +25,8 @@ from fastattention.backends.cuda.attention.variants import (
     HEADDIMS,
     UNQUANTIZED,
     Feature,
-    choose_decode_feature,
-    choose_feature,
+    choose_decode_variant,
+    choose_variant,
     training_variants_of,
     variants_of,
 )
@@ -166,7 +166,7 @@ def test_every_code_path_is_reported() -> None:
 
 
 def test_a_row_has_the_first_entry_and_the_spills_of_all() -> None:
-    kernel = choose_decode_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN)
+    kernel = choose_decode_variant(75, CHIPS["T4"], torch.float16, 32, 32)
     resources = {
         "fastattention_decode": compiler.Resources(200, 16, 8),
         "fastattention_combine": compiler.Resources(80, 4, 0),
@@ -178,8 +178,8 @@ def test_a_row_has_the_first_entry_and_the_spills_of_all() -> None:
 @pytest.mark.parametrize(
     "kernel",
     [
-        choose_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN),
-        choose_decode_feature(75, CHIPS["T4"], torch.bfloat16, 32, Feature.INT8),
+        choose_variant(75, CHIPS["T4"], torch.float16, 32, 32),
+        choose_decode_variant(75, CHIPS["T4"], torch.bfloat16, 32, 32, (Feature.INT8,)),
         AppendConfig(torch.bfloat16, "float8"),
         MergeConfig(torch.bfloat16, torch.float32),
         AllReduceConfig(torch.bfloat16, 4, bulk_copies=False),
@@ -196,7 +196,7 @@ def test_machine_code_is_of_the_kernel(kernel: Variant) -> None:
 
 
 def test_a_kernel_that_does_not_compile_gives_the_log() -> None:
-    kernel = dataclasses.replace(choose_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN), tile_m=100)
+    kernel = dataclasses.replace(choose_variant(75, CHIPS["T4"], torch.float16, 32, 32), tile_m=100)
     with pytest.raises(CompileError, match=rf"(?s){kernel.name} does not compile for sm_75:.*share the rows evenly"):
         compiler.compile_kernel(kernel, 75)
 

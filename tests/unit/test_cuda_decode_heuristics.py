@@ -12,14 +12,14 @@ from tiers import sampled
 
 from fastattention.attention.problem import Layout
 from fastattention.backends.cuda.attention import decode_heuristics
-from fastattention.backends.cuda.attention.config import CACHE_FORMATS, WIDEST_OF_A_WARP, KernelConfig, why_not_fitting
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, KernelConfig, why_not_fitting
 from fastattention.backends.cuda.attention.decode_heuristics import choose_decode, choose_split, is_decode
 from fastattention.backends.cuda.attention.heuristics import padded_headdims
 from fastattention.backends.cuda.attention.variants import (
     DTYPES,
     HEADDIMS,
+    SCORES,
     Feature,
-    choose_decode_feature,
     choose_decode_variant,
     variants_of,
 )
@@ -30,7 +30,8 @@ from fastattention.gpu_runtime.chips import ARCHS, CHIPS
 from .decode_schedule import DECODE
 
 MANY_KEYS = 10**6  # keys for each multiprocessor
-SCORES_AND_PAGES = list(itertools.product((False, True), repeat=2))
+CACHES: list[tuple[Feature, ...]] = [(), (Feature.INT8,), (Feature.FLOAT8,)]
+FEATURES: list[tuple[Feature, ...]] = [(), SCORES, (*SCORES, Feature.PAGED), (Feature.PAGED,)]
 
 
 def decodes_of(chip: str) -> list[KernelConfig]:
@@ -41,7 +42,7 @@ def decodes_of(chip: str) -> list[KernelConfig]:
 
 def plain(chip: str, headdim: int, rows: int, keys: int = 0) -> KernelConfig:
     limits = CHIPS[chip]
-    return choose_decode_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, rows, keys)
+    return choose_decode_variant(limits.arch, limits, torch.float16, headdim, headdim, (), rows, keys)
 
 
 @sampled
@@ -49,16 +50,15 @@ def plain(chip: str, headdim: int, rows: int, keys: int = 0) -> KernelConfig:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> None:
     limits = CHIPS[chip]
-    calls = itertools.product(
-        HEADDIMS, DTYPES, SCORES_AND_PAGES, CACHE_FORMATS.items(), (1, 17, 33, 65, 129), (0, MANY_KEYS)
-    )
-    for headdim_v, dtype, (scores, paged), (cache_dtype, cache_format), rows, keys in calls:
-        options = {"modifies_scores": scores, "paged": paged, "cache_dtype": cache_dtype, "rows": rows, "keys": keys}
-        config = choose_decode_variant(limits.arch, limits, dtype, headdim, headdim_v, **options)
+    calls = itertools.product(HEADDIMS, DTYPES, FEATURES, CACHES, (1, 17, 33, 65, 129), (0, MANY_KEYS))
+    for headdim_v, dtype, features, cache, rows, keys in calls:
+        given = (*features, *cache)
+        config = choose_decode_variant(limits.arch, limits, dtype, headdim, headdim_v, given, rows, keys)
         assert why_not_fitting(config, limits) is None
-        assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
+        assert (config.arch, config.modifies_scores) == (limits.arch, not set(features).isdisjoint(SCORES))
+        assert config.paged == (Feature.PAGED in features)
         assert (config.headdim, config.headdim_v * config.num_value_parts) == padded_headdims(headdim, headdim_v)
-        assert (config.decodes, config.cache_format) == (True, cache_format)
+        assert (config.decodes, config.cache_format) == (True, "".join(one.value for one in cache))
         assert config.dtype == dtype  # of the cache, which is read where it lies
 
 
@@ -109,13 +109,13 @@ def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
     limits = CHIPS[chip]
     for arch, headdim, feature, rows in itertools.product(ARCHS, HEADDIMS, Feature, (1, 20, 50, 200)):
         if arch <= limits.target:
-            choose_decode_feature(arch, limits, torch.float16, headdim, feature, rows)
+            choose_decode_variant(arch, limits, torch.float16, headdim, headdim, (feature,), rows)
 
 
 def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
     tiny = CHIPS["A100"]._replace(shared_per_cta=1000)
     with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0: decode_sm80_.*; decode_sm80_"):
-        choose_decode_feature(80, tiny, torch.float16, 128, Feature.PLAIN)
+        choose_decode_variant(80, tiny, torch.float16, 128, 128)
 
 
 # --- shared memory ---

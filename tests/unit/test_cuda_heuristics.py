@@ -22,9 +22,9 @@ from fastattention.backends.cuda.attention.heuristics import choose_config, mult
 from fastattention.backends.cuda.attention.variants import (
     DTYPES,
     HEADDIMS,
+    SCORES,
     UNQUANTIZED,
     Feature,
-    choose_feature,
     choose_variant,
     variants_of,
 )
@@ -33,7 +33,7 @@ from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import ARCHS, CHIPS, Limits, arch_of
 from unit.samples import problem_of
 
-FLAGS = list(itertools.product((False, True), repeat=2))
+FEATURES = [(), *((one,) for one in SCORES), (*SCORES, Feature.PAGED), (Feature.PAGED,)]
 
 
 UNIFORM = {"nheads": 16, "nheads_k": 16, "headdim": 64}  # no heads share keys
@@ -48,10 +48,13 @@ def kernels_of(chip: str) -> list[KernelConfig]:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> None:
     limits = CHIPS[chip]
-    for headdim_v, dtype, (scores, paged) in itertools.product(HEADDIMS, DTYPES, FLAGS):
-        config = choose_variant(limits.arch, limits, dtype, headdim, headdim_v, modifies_scores=scores, paged=paged)
+    for headdim_v, dtype, features in itertools.product(HEADDIMS, DTYPES, FEATURES):
+        config = choose_variant(limits.arch, limits, dtype, headdim, headdim_v, features)
         assert why_not_fitting(config, limits) is None
-        assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
+        rules = config.softcaps, config.has_alibi, config.has_bias
+        assert rules == tuple(one in features for one in SCORES)
+        assert (config.arch, config.extreme_scores) == (limits.arch, False)
+        assert config.paged == (Feature.PAGED in features)
         columns = heuristics.padded_headdims(headdim, headdim_v)
         assert (config.headdim, config.headdim_v * config.num_value_parts) == columns
         assert config.dtype == (dtype if limits.arch >= 80 else torch.float16)
@@ -83,8 +86,9 @@ def test_a_list_has_the_features_that_are_asked_for() -> None:
     assert kinds(*UNQUANTIZED) == {(source, "") for source in sources}
     assert kinds(Feature.INT8) == {("decode.cuh", "int8"), ("append.cuh", "int8")}
     assert kinds() == set()
-    scores_and_pages = {(config.source, config.modifies_scores, config.paged) for config in kernels_of("T4")}
-    assert len(scores_and_pages) == 6
+    kernels = kernels_of("T4")
+    rules = {(one.source, one.softcaps, one.has_alibi, one.has_bias, one.paged) for one in kernels}
+    assert len(rules) == 2 * (1 + len(SCORES) + 1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_every_code_path_has_a_chip() -> None:
 def test_head_dimensions_are_rounded_up(headdim: int, columns: int) -> None:
     assert heuristics.padded_headdims(headdim, headdim) == (columns, columns)
     limits = CHIPS["A100"]
-    assert choose_feature(80, limits, torch.float16, headdim, Feature.PLAIN).headdim == columns
+    assert choose_variant(80, limits, torch.float16, headdim, headdim).headdim == columns
 
 
 @given(st.integers(1, MAX_HEADDIM), st.integers(1, MAX_HEADDIM_V))
@@ -129,25 +133,31 @@ def test_tiles_are_never_narrower_than_the_call(headdim: int, headdim_v: int) ->
         assert size == HEADDIMS[0] or asked > HEADDIMS[HEADDIMS.index(size) - 1]
 
 
-MODIFIED: dict[str, tuple[dict[str, Any], bool]] = {
-    "plain": ({}, False),
-    "causal": ({"window_right": 0}, False),
-    "sinks": ({"score_tensors": ("sinks",)}, False),
-    "softcap": ({"softcap": 30.0}, True),
-    "alibi": ({"score_tensors": ("alibi_slopes",)}, True),
-    "bias": ({"score_tensors": ("attn_bias",)}, True),
-    "negative scale": ({"softmax_scale": -1.0}, True),
-    "zero scale": ({"softmax_scale": 0.0}, True),
+RULES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "plain": ({}, ()),
+    "causal": ({"window_right": 0}, ()),
+    "sinks": ({"score_tensors": ("sinks",)}, ()),
+    "softcap": ({"softcap": 30.0}, ("softcaps",)),
+    "high softcap": ({"softcap": 129.0}, ("softcaps", "extreme_scores")),
+    "low softcap": ({"softcap": 1e-7}, ("softcaps", "extreme_scores")),
+    "alibi": ({"score_tensors": ("alibi_slopes",)}, ("has_alibi",)),
+    "bias": ({"score_tensors": ("attn_bias",)}, ("has_bias",)),
+    "all": ({"score_tensors": ("alibi_slopes", "attn_bias"), "softcap": 9.0}, ("softcaps", "has_alibi", "has_bias")),
+    "negative scale": ({"softmax_scale": -1.0}, ("extreme_scores",)),
+    "zero scale": ({"softmax_scale": 0.0}, ("extreme_scores",)),
 }
 
 
-@pytest.mark.parametrize(("call", "modifies"), MODIFIED.values(), ids=MODIFIED)
-def test_only_what_changes_scores_takes_the_kernel_for_it(call: dict[str, Any], modifies: bool) -> None:
-    assert choose_config(problem_of(**UNIFORM | call), 80, CHIPS["A100"]).modifies_scores == modifies
+@pytest.mark.parametrize(("call", "rules"), RULES.values(), ids=RULES)
+def test_a_kernel_has_the_rules_of_scores_that_a_call_has(call: dict[str, Any], rules: tuple[str, ...]) -> None:
+    config = choose_config(problem_of(**UNIFORM | call), 80, CHIPS["A100"])
+    every = "softcaps", "has_alibi", "has_bias", "extreme_scores"
+    assert tuple(name for name in every if getattr(config, name)) == rules
+    assert config.modifies_scores == bool(rules)
 
 
 CONFIG = dataclasses.replace(
-    choose_feature(80, CHIPS["A100"], torch.float16, 128, Feature.PLAIN),
+    choose_variant(80, CHIPS["A100"], torch.float16, 128, 128),
     tile_m=128, tile_n=64, num_warps=8, num_stages=2, min_ctas=1, queries_in_registers=True,
 )  # fmt: skip
 
@@ -221,7 +231,7 @@ def test_heads_per_l2_wave_fit_the_cache_and_are_as_many_as_can(
 
 
 def plain(limits: Limits, headdim: int, seqlen: int) -> KernelConfig:
-    return choose_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, seqlen)
+    return choose_variant(limits.arch, limits, torch.float16, headdim, headdim, (Feature.PLAIN,), seqlen)
 
 
 # Changing a choice on purpose changes this list with it.
@@ -257,11 +267,22 @@ def test_choices_are_the_known_ones(chip: str, headdim: int, seqlen: int) -> Non
     assert found == GOLDEN[chip, headdim, seqlen]
 
 
+@pytest.mark.parametrize("feature", [Feature.ALIBI, Feature.BIAS])
 @pytest.mark.parametrize(("chip", "headdim", "tile"), [("A100", 64, (128, 64)), ("V100", 128, (256, 16))])
-def test_modified_scores_get_tiles_with_registers_to_spare(chip: str, headdim: int, tile: tuple[int, int]) -> None:
+def test_what_is_added_to_scores_gets_tiles_with_registers_to_spare(
+    chip: str, headdim: int, tile: tuple[int, int], feature: Feature
+) -> None:
     limits = CHIPS[chip]
-    config = choose_feature(limits.arch, limits, torch.float16, headdim, Feature.SCORES, 16384)
-    assert (config.tile_m, config.tile_n, config.modifies_scores) == (*tile, True)
+    config = choose_variant(limits.arch, limits, torch.float16, headdim, headdim, (feature,), 16384)
+    assert (config.tile_m, config.tile_n) == tile
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_softcap_gets_the_tiles_of_plain_scores(chip: str) -> None:
+    limits = CHIPS[chip]
+    for headdim in HEADDIMS:
+        call = limits.arch, limits, torch.float16, headdim, headdim
+        assert choose_variant(*call, (Feature.SOFTCAP,)) == dataclasses.replace(choose_variant(*call), softcaps=True)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -269,7 +290,7 @@ def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
     limits = CHIPS[chip]
     for arch, headdim, feature, seqlen in itertools.product(ARCHS, HEADDIMS, UNQUANTIZED, (1, 100, 4096, 16384)):
         if arch <= limits.target and (feature is not Feature.PRODUCTS or multiplies_int8(arch, headdim)):
-            choose_feature(arch, limits, torch.float16, headdim, feature, seqlen)
+            choose_variant(arch, limits, torch.float16, headdim, headdim, (feature,), seqlen)
 
 
 def test_every_choice_by_length_has_its_representative() -> None:

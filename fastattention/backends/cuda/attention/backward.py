@@ -15,7 +15,7 @@ from fastattention.backends.common.layout import Strides, pointers, strides_of
 from fastattention.backends.cuda.attention.backward_heuristics import choose_backward
 from fastattention.backends.cuda.attention.call import Launcher
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
-from fastattention.backends.cuda.attention.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
+from fastattention.backends.cuda.attention.heuristics import computed_dtype, has_natural_scores, key_heads_per_l2_wave
 from fastattention.backends.cuda.attention.launches import attention_template
 from fastattention.backends.cuda.attention.params import BackwardParams
 from fastattention.backends.cuda.common.memory import aligned_as, prepared
@@ -126,7 +126,7 @@ def _params(
         template = launches.templates[key] = BackwardParams.template(
             call=attention_template(problem, inputs),
             num_rows=stats[0].numel(),
-            exponents_of_lse=1.0 if modifies_scores(problem) else math.log2(math.e),
+            exponents_of_lse=1.0 if has_natural_scores(problem) else math.log2(math.e),
         )
     tensors = {
         "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": result.out, "lse": result.lse,

@@ -11,8 +11,8 @@ from fastattention.backends.cuda.attention.heuristics import (
     fields_of,
     first_that_fits,
     mixes_blocks,
-    modifies_scores,
     padded_headdims,
+    score_rules,
     tiles_for,
 )
 from fastattention.gpu_runtime.chips import Limits
@@ -120,7 +120,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[BackwardConfig]:
     """The kernels that compute `problem.grads`. Raises CompileError when one does not fit the GPU."""
     columns = padded_headdims(problem.headdim, problem.headdim_v)
-    modifies, drops = modifies_scores(problem), problem.dropout_p > 0.0
+    rules, drops = score_rules(problem), problem.dropout_p > 0.0
+    modifies = any(rules.values())
     block_m, block_n = problem.block_size or (None, None)
 
     def mixes(tiles: _Tiles) -> bool:  # others come first
@@ -133,7 +134,7 @@ def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[Backwar
             dtype=computed_dtype(problem, arch),
             headdim=columns[0],
             headdim_v=columns[1],
-            modifies_scores=modifies,
+            **rules,
             drops=drops,
             block_sparse=block_m is not None,
             mixes_blocks=mixes(tiles),

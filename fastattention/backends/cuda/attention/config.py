@@ -40,10 +40,18 @@ class AttentionConfig(TileVariant):
     num_stages: int  # such tiles in shared memory
     min_ctas: int  # CTAs of a multiprocessor for which the compiler leaves registers
     num_value_parts: int  # CTAs that share the columns of v, or of a gradient, where one has too few registers for all
-    modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale not between 1e-30 and 1e30
+    softcaps: bool = False
+    has_alibi: bool = False
+    has_bias: bool = False
+    extreme_scores: bool = False  # softmax_scale or softcap are so large or small that only slow arithmetic is exact
     drops: bool = False  # dropout may be on
     block_sparse: bool = False  # there is a block mask
     mixes_blocks: bool = False  # rows of a CTA lie in several of its rows
+
+    @property
+    def modifies_scores(self) -> bool:
+        """Whether scores are more than products times a number."""
+        return self.softcaps or self.has_alibi or self.has_bias or self.extreme_scores
 
     @property
     def value_columns(self) -> int:
@@ -226,7 +234,7 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         """Shared memory of a CTA, which the kernel asserts."""
         first, second = (self.tile_bytes(1, columns, self.element_bytes) for columns in (self.headdim, self.headdim_v))
         rows = first + second if self.differentiates_scores else max(first, self.tile_bytes(1, self.headdim_v))
-        stats = 4 * (1 + self.differentiates_scores + self.modifies_scores)
+        stats = 4 * (1 + self.differentiates_scores + self.has_bias)
         of_row, of_column = (0, stats) if self.rows_are_keys else (stats, 0)
         tiles = self.num_stages * self.tile_n * (first + second + of_column)
         return self.tile_m * (rows + of_row) + tiles + self.block_list_bytes
@@ -237,7 +245,7 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         facts = ARCH_FACTS[self.arch]
         steps = self.warp_rows // facts.step_rows
         gradients = self.headdim * self.differentiates_scores + self.headdim_v * self.differentiates_values
-        scores = self.tile_n * (1 + self.differentiates_scores + self.modifies_scores)
+        scores = self.tile_n * (1 + self.differentiates_scores + self.softcaps)
         return steps * (gradients // self.num_value_parts + scores) // 8 * facts.elements
 
 

@@ -14,8 +14,8 @@ from fastattention.backends.cuda.attention.config import CACHE_FORMATS, WIDEST_O
 from fastattention.backends.cuda.attention.heuristics import (
     fields_of,
     first_that_fits,
-    modifies_scores,
     padded_headdims,
+    score_rules,
     tiles_for,
 )
 from fastattention.gpu_runtime.chips import Limits
@@ -191,7 +191,7 @@ def candidates_for(problem: Problem, arch: int, limits: Limits, values_in_keys: 
             dtype=problem.dtype,  # of the cache, which is read where it lies
             headdim=columns[0],
             headdim_v=columns[1] // sizes.num_value_parts,
-            modifies_scores=modifies_scores(problem),
+            **score_rules(problem),
             paged=problem.is_paged,
             decodes=True,
             cache_format=CACHE_FORMATS[problem.cache_dtype],

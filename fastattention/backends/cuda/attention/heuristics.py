@@ -33,7 +33,7 @@ class _Tiles(NamedTuple):
     queries_in_registers: bool
     num_value_parts: int = 1
     max_seqlen_q: int | None = None  # calls with more queries prefer another tile
-    serves_scores: bool = True  # whether it has registers to spare for modified scores
+    serves_scores: bool = True  # whether it has registers to spare for what is added to scores, and for dropout
     column_warps: int = 1
 
 
@@ -95,6 +95,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 
 
 _OLDEST_OF_INT8 = 75  # code path whose matrix instructions multiply bytes
+# Softcaps between these are computed by fast arithmetic, whose error is about 2^-22 of the softcap.
+_SOFTCAPS = 1e-6, 128.0
 _HEADDIMS = (32, 64, 96, 128, 192, WIDEST_OF_A_WARP)  # columns of tiles
 
 
@@ -120,7 +122,8 @@ def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
     """
     columns = padded_headdims(problem.headdim, problem.headdim_v)
     block_m = None if problem.block_size is None else problem.block_size[0]
-    modifies, drops, in_int8 = modifies_scores(problem), problem.dropout_p > 0.0, problem.qk_dtype is not None
+    rules, drops, in_int8 = score_rules(problem), problem.dropout_p > 0.0, problem.qk_dtype is not None
+    adds = any(on for rule, on in rules.items() if rule != "softcaps")
 
     def demerits(sizes: _Tiles) -> tuple[bool, int]:
         of_length = 0 if sizes.max_seqlen_q is None else max(0, problem.seqlen_q - sizes.max_seqlen_q)
@@ -133,7 +136,7 @@ def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
             dtype=computed_dtype(problem, arch),
             headdim=columns[0],
             headdim_v=columns[1] // sizes.num_value_parts,
-            modifies_scores=modifies,
+            **rules,
             paged=problem.is_paged,
             drops=drops,
             block_sparse=block_m is not None,
@@ -141,7 +144,7 @@ def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
             int8_products=in_int8,
         )
         for sizes in sorted(tiles_for(_TILES[arch], columns), key=demerits)
-        if (sizes.serves_scores or not (modifies or drops)) and not (in_int8 and KEYS_OF_SCALE % sizes.tile_n)
+        if (sizes.serves_scores or not (adds or drops)) and not (in_int8 and KEYS_OF_SCALE % sizes.tile_n)
     ]
 
 
@@ -179,10 +182,22 @@ def computed_dtype(problem: Problem, arch: int) -> torch.dtype:
     return torch.bfloat16 if problem.dtype is torch.bfloat16 and arch >= 80 else torch.float16
 
 
-def modifies_scores(problem: Problem) -> bool:
-    """Whether scores are more than products times a positive number."""
-    modifiers = {"softcap", "alibi_slopes", "attn_bias"}
-    return not 1e-30 < problem.softmax_scale < 1e30 or not modifiers.isdisjoint(problem.score_arguments)
+def score_rules(problem: Problem) -> dict[str, Any]:
+    """What scores are besides products times a positive number, as fields of AttentionConfig."""
+    given = problem.score_arguments
+    extreme_softcap = "softcap" in given and not _SOFTCAPS[0] <= problem.softcap <= _SOFTCAPS[1]
+    return {
+        "softcaps": "softcap" in given,
+        "has_alibi": "alibi_slopes" in given,
+        "has_bias": "attn_bias" in given,
+        "extreme_scores": extreme_softcap or not 1e-30 < problem.softmax_scale < 1e30,
+    }
+
+
+def has_natural_scores(problem: Problem) -> bool:
+    """Whether kernels keep scores in natural units, and not in those of powers of two (kernels/scores.cuh)."""
+    rules = score_rules(problem)
+    return bool(rules["has_bias"] or rules["extreme_scores"])
 
 
 AnyConfig = TypeVar("AnyConfig", bound=AttentionConfig)

@@ -14,7 +14,7 @@ from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.common.layout import named_strides, pointers, token_strides
 from fastattention.backends.cuda.attention.call import AttentionCall, Launcher
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, QuantizeConfig, lanes_for, stored_columns
-from fastattention.backends.cuda.attention.heuristics import modifies_scores, multiplies_int8
+from fastattention.backends.cuda.attention.heuristics import multiplies_int8, score_rules
 from fastattention.backends.cuda.attention.params import QuantizeParams
 from fastattention.backends.cuda.common.memory import prepared
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -56,7 +56,7 @@ class Int8Call:
         call_for: Callable[[Problem, Inputs], AttentionCall],
     ) -> None:
         self._problem, self._dtype, self._call_for = problem, dtype, call_for
-        self._keeps_shift = problem.return_lse or "sinks" in problem.score_tensors or modifies_scores(problem)
+        self._keeps_shift = problem.return_lse or "sinks" in problem.score_tensors or any(score_rules(problem).values())
         self._calls: dict[tuple[int, ...], AttentionCall] = {}  # by strides of v: one that is not aligned is copied
         self._num_chunks = -(-problem.seqlen_k // QuantizeConfig.chunk_tokens)
         self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))

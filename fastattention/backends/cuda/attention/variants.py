@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,7 +35,9 @@ class Feature(enum.Enum):
     """What a kernel is compiled with. Masks, lengths, sinks and lse are choices of a call: every kernel has them."""
 
     PLAIN = "plain"
-    SCORES = "scores"  # softcap, ALiBi, bias, or a softmax_scale not between 1e-30 and 1e30
+    SOFTCAP = "softcap"
+    ALIBI = "alibi"
+    BIAS = "bias"
     PAGED = "paged"
     BLOCKS = "blocks"  # a block mask
     PRODUCTS = "products"  # int8 products of queries and keys
@@ -48,7 +50,8 @@ class Feature(enum.Enum):
         return next((dtype for dtype, name in CACHE_FORMATS.items() if name == self.value), None)
 
 
-UNQUANTIZED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED, Feature.BLOCKS, Feature.PRODUCTS)
+SCORES = (Feature.SOFTCAP, Feature.ALIBI, Feature.BIAS)
+UNQUANTIZED = (Feature.PLAIN, *SCORES, Feature.PAGED, Feature.BLOCKS, Feature.PRODUCTS)
 _OF_FORWARDS_ALONE = (Feature.BLOCKS, Feature.PRODUCTS)
 
 _CALL = Problem(
@@ -69,35 +72,43 @@ _CALL = Problem(
 )
 
 
+def _with_features(problem: Problem, features: Collection[Feature]) -> Problem:
+    tensors = {Feature.ALIBI: "alibi_slopes", Feature.BIAS: "attn_bias"}
+    return replace(
+        problem,
+        softcap=50.0 if Feature.SOFTCAP in features else 0.0,
+        score_tensors=tuple(name for feature, name in tensors.items() if feature in features),
+        page_block_size=64 if Feature.PAGED in features else None,
+        block_size=(128, 128) if Feature.BLOCKS in features else None,
+        qk_dtype=torch.int8 if Feature.PRODUCTS in features else None,
+        cache_dtype=next((feature.cache_dtype for feature in features if feature.cache_dtype), None),
+    )
+
+
 def choose_variant(
     arch: int,
     limits: Limits,
     dtype: torch.dtype,
     headdim: int,
     headdim_v: int,
-    *,
-    modifies_scores: bool = False,
-    paged: bool = False,
-    blocks: bool = False,
-    products: bool = False,
+    features: Collection[Feature] = (),
     seqlen: int = SEQLEN,
 ) -> KernelConfig:
-    """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
+    """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits.
+
+    features: of UNQUANTIZED
+    """
     problem = replace(
         _CALL,
-        layout=Layout.VARLEN if paged else Layout.DENSE,
+        layout=Layout.VARLEN if Feature.PAGED in features else Layout.DENSE,
         dtype=dtype,
         seqlen_q=seqlen,
         seqlen_k=seqlen,
         total_q=seqlen,
         headdim=headdim,
         headdim_v=headdim_v,
-        softcap=1.0 if modifies_scores else 0.0,
-        page_block_size=64 if paged else None,
-        block_size=(128, 128) if blocks else None,
-        qk_dtype=torch.int8 if products else None,
     )
-    return heuristics.choose_config(problem, arch, limits)
+    return heuristics.choose_config(_with_features(problem, features), arch, limits)
 
 
 def choose_decode_variant(
@@ -106,17 +117,13 @@ def choose_decode_variant(
     dtype: torch.dtype,
     headdim: int,
     headdim_v: int,
-    *,
-    modifies_scores: bool = False,
-    paged: bool = False,
-    cache_dtype: torch.dtype | None = None,
+    features: Collection[Feature] = (),
     rows: int = 1,
     keys: int = 0,
 ) -> KernelConfig:
     """The kernel of a decode.
 
-    cache_dtype: that of a quantized cache; rows: query rows that share a key head; keys: keys of all heads, for each
-        multiprocessor.
+    rows: query rows that share a key head; keys: keys of all heads, for each multiprocessor
     """
     problem = replace(
         _CALL,
@@ -129,47 +136,8 @@ def choose_decode_variant(
         nheads_k=1,
         headdim=headdim,
         headdim_v=headdim_v,
-        softcap=1.0 if modifies_scores else 0.0,
-        page_block_size=64 if paged else None,
-        cache_dtype=cache_dtype,
     )
-    return decode_heuristics.choose_decode(problem, arch, limits)
-
-
-def choose_feature(
-    arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, seqlen: int = SEQLEN
-) -> KernelConfig:
-    """`choose_variant` for equally wide keys and values and one feature, of UNQUANTIZED."""
-    return choose_variant(
-        arch,
-        limits,
-        dtype,
-        headdim,
-        headdim,
-        modifies_scores=feature is Feature.SCORES,
-        paged=feature is Feature.PAGED,
-        blocks=feature is Feature.BLOCKS,
-        products=feature is Feature.PRODUCTS,
-        seqlen=seqlen,
-    )
-
-
-def choose_decode_feature(
-    arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, rows: int = 1, keys: int = 0
-) -> KernelConfig:
-    """`choose_decode_variant` for equally wide keys and values and one feature."""
-    return choose_decode_variant(
-        arch,
-        limits,
-        dtype,
-        headdim,
-        headdim,
-        modifies_scores=feature is Feature.SCORES,
-        paged=feature is Feature.PAGED,
-        cache_dtype=feature.cache_dtype,
-        rows=rows,
-        keys=keys,
-    )
+    return decode_heuristics.choose_decode(_with_features(problem, features), arch, limits)
 
 
 def variants_of(
@@ -190,12 +158,12 @@ def variants_of(
     columns = dict.fromkeys(AppendConfig.columns_for(headdim, headdim) for headdim in headdims)
     variants: Iterator[Variant] = itertools.chain(
         (
-            choose_feature(arch, limits, dtype, headdim, feature, seqlen)
+            choose_variant(arch, limits, dtype, headdim, headdim, (feature,), seqlen)
             for dtype, headdim, feature, seqlen in itertools.product(dtypes, headdims, unquantized, seqlens)
             if feature is not Feature.PRODUCTS or multiplies_int8(arch, headdim)
         ),
         (
-            choose_decode_feature(arch, limits, dtype, headdim, feature, rows, keys)
+            choose_decode_variant(arch, limits, dtype, headdim, headdim, (feature,), rows, keys)
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
             if feature not in _OF_FORWARDS_ALONE
         ),
@@ -212,10 +180,11 @@ def training_variants_of(
     dtypes: Sequence[torch.dtype] = DTYPES,
     arch: int | None = None,
 ) -> list[Variant]:
-    """Further variants for training: backwards (plain, modified scores, blocks, dropout), and forwards with dropout."""
+    """Further variants for training: backwards (plain, rules of scores, blocks, dropout), and forwards with dropout."""
     arch = arch or limits.arch
     plain = replace(_CALL, grads=("q", "k", "v"))
-    kinds = plain, replace(plain, softcap=1.0), replace(plain, block_size=(128, 128)), replace(plain, dropout_p=0.1)
+    kinds = [_with_features(plain, (feature,)) for feature in (Feature.PLAIN, *SCORES, Feature.BLOCKS)]
+    kinds.append(replace(plain, dropout_p=0.1))
     variants: list[Variant] = []
     for dtype, headdim in itertools.product(dtypes, headdims):
         problems = [replace(problem, dtype=dtype, headdim=headdim, headdim_v=headdim) for problem in kinds]

@@ -38,7 +38,7 @@ static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gra
 constexpr int kFirstPitch = pitch_of<Arch::kSharedBytes>(kHeaddim);
 constexpr int kSecondPitch = pitch_of<Arch::kSharedBytes>(kHeaddimV);
 
-constexpr int kStatsPlanes = 1 + kGradFirst + kModifiesScores;
+constexpr int kStatsPlanes = 1 + kGradFirst + kHasBias;
 
 // The stats of a query row.
 struct QueryStats {
@@ -80,7 +80,10 @@ public:
     }
 
     // head: the query head, whether queries are rows or columns.
-    FA_DEVICE void begin_head(int head) { head_ = head; }
+    FA_DEVICE void begin_head(int head) {
+        head_ = head;
+        slope_ = alibi_slope(p_, work_.batch, head);
+    }
 
     // Adds a tile of what the rows see, starting at `column`: its vectors, and stats if they are queries, are in shared
     // memory. Calls begin_next when registers have become free.
@@ -174,7 +177,7 @@ private:
         QueryStats result = load_stats<kTileN>(stats + at * 4);
         if constexpr (kModifiesScores)
             result.row =
-                score_row(p_, work_.batch, head_, smaller(column + at, num_columns() - 1), num_columns(), num_rows());
+                score_row(p_, work_.batch, head_, slope_, smaller(column + at, num_columns() - 1), num_columns(), num_rows());
         return result;
     }
 
@@ -182,7 +185,7 @@ private:
         QueryStats result = load_stats<kTileM>(stats_shared_ + (step * Arch::kStepRows + Arch::row(which)) * 4);
         if constexpr (kModifiesScores)
             result.row =
-                score_row(p_, work_.batch, head_, smaller(row_of(step, which), last_row_), num_rows(), num_columns());
+                score_row(p_, work_.batch, head_, slope_, smaller(row_of(step, which), last_row_), num_rows(), num_columns());
         return result;
     }
 
@@ -192,23 +195,24 @@ private:
         const auto load = [&](int plane) { return as_float(load_shared_32(at + plane * kCount * 4)); };
         QueryStats result{load(0), 0.0f, 1.0f, {}};
         if constexpr (kGradFirst) result.delta = load(1);
-        if constexpr (kModifiesScores) result.share = load(kStatsPlanes - 1);
+        if constexpr (kHasBias) result.share = load(kStatsPlanes - 1);
         return result;
     }
 
-    // Turns products into weights. An exponent is above 0 only by rounding, which is much where lse is large. slopes: the derivatives of modified scores by products times softmax_scale.
+    // Turns products into weights. An exponent is above 0 only by rounding, which is much where lse is large. slopes: the
+    // derivatives of capped scores by products times softmax_scale.
     FA_DEVICE void find_weights(Scores& weights, Scores& slopes, uint32_t stats, int column) const {
-        const float scale = p_.softmax_scale * kLog2E;
+        const ScoreRule rule(p_);
+        const float factor = rule.factor(), left_out = rule.left_out() * kUnit;
         const int num_keys = kRowsAreKeys ? num_rows() : num_columns();
         for_each_element(stats, column, [&](const QueryStats& query, int key, int step, int n, int i) {
             float& x = weights[step][n][i];
-            if constexpr (kModifiesScores) {
-                const ModifiedScore score = modified_score(p_, query.row, x, key, key < num_keys);
-                x = exp2_approximate(at_most_zero(score.value - query.lse) * kLog2E) * query.share;
-                slopes[step][n][i] = score.slope;
-            } else {
-                x = exp2_approximate(at_most_zero(x * scale - query.lse));
-            }
+            const float mapped = rule.mapped(x), lse = query.lse - left_out;
+            const float above = kScoresAreMultiples ? mapped * factor - lse
+                                                    : score_of(p_, query.row, factor, mapped, key, key < num_keys) - lse;
+            x = exp2_approximate(at_most_zero(above) * kLog2OfMax);
+            if constexpr (kHasBias) x *= query.share;
+            if constexpr (kSoftcaps) slopes[step][n][i] = ScoreRule::slope(mapped);
         });
     }
 
@@ -218,7 +222,7 @@ private:
         for_each_element(stats, column, [&](const QueryStats& query, int, int step, int n, int i) {
             float& x = grads[step][n][i];
             x = weights[step][n][i] * (x - query.delta);
-            if constexpr (kModifiesScores) x *= slopes[step][n][i];
+            if constexpr (kSoftcaps) x *= slopes[step][n][i];
         });
     }
 
@@ -282,6 +286,7 @@ private:
     const BasicTileRange<int>& mask_;
     const int last_row_, warp_row_;
     int head_;
+    float slope_;  // of ALiBi, of that head
 
     typename Arch::template Rows<kSteps, kHeaddim> first_;
     typename Arch::template Rows<kSteps, kHeaddimV> second_;

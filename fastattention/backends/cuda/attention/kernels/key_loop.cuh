@@ -12,8 +12,8 @@ struct AllSeen {
     static constexpr bool value = kValue;
 };
 
-// Modified scores are much code already, which would have to fit the instruction cache twice. Few rows are bound by memory.
-constexpr bool kSeparateFullTiles = Arch::kSeparateFullTiles && !kModifiesScores && !kGroupedRows;
+// A bias is much code already, which would have to fit the instruction cache twice. Few rows are bound by memory.
+constexpr bool kSeparateFullTiles = Arch::kSeparateFullTiles && !kNaturalScores && !kGroupedRows;
 
 // All rows of a CTA see every key from `begin` to `end` that the loop visits.
 struct FullKeys {

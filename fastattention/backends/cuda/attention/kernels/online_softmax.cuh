@@ -26,11 +26,11 @@ public:
 
     // max_of_score: the factor from scores to the unit of maxima.
     FA_DEVICE explicit OnlineSoftmax(float max_of_score) {
+        set_max_of_scores(max_of_score);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                set_max_of_score(step, which, max_of_score);
                 max_[step][which] = -infinity();
                 sum_[step][which] = 0.0f;
             }
@@ -41,6 +41,13 @@ public:
     // Sets the factor of a row. Only products in int8 need it: elsewhere all rows share one.
     FA_DEVICE void set_max_of_score(int step, int which, float max_of_score) {
         max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0] = max_of_score;
+    }
+
+    FA_DEVICE void set_max_of_scores(float max_of_score) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) set_max_of_score(step, which, max_of_score);
     }
 
     // Whether scores are in the unit of maxima before they are given.
@@ -58,10 +65,7 @@ public:
                     const float times = max_of_score(step, Arch::row_of_element(i));
                     scores[step][n][i] = multiply_rounded(scores[step][n][i] - origin, times);
                 }
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int which = 0; which < 2; ++which) set_max_of_score(step, which, 1.0f);
+        set_max_of_scores(1.0f);
         multiplies_first_ = true;
     }
 

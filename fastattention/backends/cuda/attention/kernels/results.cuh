@@ -14,7 +14,8 @@ struct Finished {
 // Normalizes a row. The sink is added to the denominator here.
 FA_DEVICE Finished finished(const AttentionParams& p, int head, float row_max, float row_sum) {
     float scale = 1.0f;
-    row_max *= kNaturalOfMax;  // in log2 units the largest sink would not be finite
+    // In log2 units the largest sink would not be finite.
+    row_max = row_max * kNaturalOfMax + ScoreRule(p).left_out();
     if (p.sinks != nullptr) {
         const float sink = p.sinks[head], highest = larger(row_max, sink);
         if (highest != -infinity()) {

@@ -1,22 +1,78 @@
-// Turns products q . k into scores for the softmax: scale, softcap, ALiBi and bias.
+// Turns products q . k into scores for the softmax: scale, softcap, ALiBi and bias. Each is compiled only where a call has
+// it.
 #pragma once
 
 #include "work.cuh"
 
 namespace fastattention {
 
-// The modifiers of the scores of one row, a query token of a query head.
+constexpr bool kSoftcaps = Config::softcaps;
+constexpr bool kHasAlibi = Config::has_alibi;
+constexpr bool kHasBias = Config::has_bias;
+constexpr bool kExtremeScores = Config::extreme_scores;
+
+// The unit of scores and of their running maxima. Powers of two save a multiplication. In that unit the lowest bias would not
+// be finite, nor would products with the largest softmax_scale.
+constexpr bool kNaturalScores = kHasBias || kExtremeScores;
+constexpr float kUnit = kNaturalScores ? 1.0f : kLog2E;  // factor from natural scores
+constexpr float kLog2OfMax = kNaturalScores ? kLog2E : 1.0f;
+constexpr float kNaturalOfMax = kNaturalScores ? 1.0f : kLn2;
+
+// Whether scores are a number times what `mapped` returns. The softmax multiplies by it in passing.
+constexpr bool kScoresAreMultiples = !kHasAlibi && !kNaturalScores;
+
+// The factor of what was accumulated relative to a lower maximum.
+FA_DEVICE float rescaling(float old_max, float new_max) {
+    return exp2_approximate((old_max - shift_of(new_max)) * kLog2OfMax);
+}
+
+// Scores are factor() * mapped(product) + ALiBi + bias + kUnit * left_out(). What is left out is the same for all keys.
+class ScoreRule {
+public:
+    FA_DEVICE explicit ScoreRule(const AttentionParams& p) : p_(p) {}
+
+    FA_DEVICE float factor() const {
+        if constexpr (kSoftcaps) return p_.softcap * ((kExtremeScores ? 1.0f : 2.0f) * kUnit);
+        return p_.softmax_scale * kUnit;
+    }
+
+    // With a softcap, tanh(x) = 1 - 2 / (1 + e^2x), of which only -1 / (1 + e^2x) is computed: its error is about 2^-23.
+    FA_DEVICE float mapped(float product) const {
+        if constexpr (!kSoftcaps) return product;
+        if constexpr (kExtremeScores) return tanh_exact(product * p_.softmax_scale / p_.softcap);
+        return reciprocal_approximate(-1.0f - exp2_approximate(product * (p_.softmax_scale * (2.0f * kLog2E) / p_.softcap)));
+    }
+
+    // The derivative of the capped score by the product times softmax_scale, from what `mapped` returned.
+    FA_DEVICE static float slope(float mapped) {
+        if constexpr (!kSoftcaps) return 1.0f;
+        return kExtremeScores ? 1.0f - mapped * mapped : -4.0f * mapped * (1.0f + mapped);
+    }
+
+    // In natural units.
+    FA_DEVICE float left_out() const { return kSoftcaps && !kExtremeScores ? p_.softcap : 0.0f; }
+
+private:
+    const AttentionParams& p_;
+};
+
+// What is added to the scores of one row, a query token of a query head.
 struct ScoreRow {
-    const char* bias;  // bias of key 0, or null
-    float slope;       // ALiBi slope, 0 if off
+    const char* bias;  // bias of key 0
+    float slope;       // ALiBi slope in the unit of scores, negative
     int diagonal;      // the key from which ALiBi measures the distance
 };
 
+FA_DEVICE float alibi_slope(const AttentionParams& p, int batch, int head) {
+    if constexpr (!kHasAlibi) return 0.0f;
+    return p.alibi_slopes[batch * p.alibi_stride_batch + head] * -kUnit;
+}
+
 // token: of a sequence with seqlen_q queries and seqlen_k keys.
-FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, int token, int seqlen_q, int seqlen_k) {
-    ScoreRow result{nullptr, 0.0f, token + seqlen_k - seqlen_q};
-    if (p.alibi_slopes != nullptr) result.slope = p.alibi_slopes[batch * p.alibi_stride_batch + head];
-    if (p.attn_bias != nullptr) {
+FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, float slope, int token, int seqlen_q,
+                             int seqlen_k) {
+    ScoreRow result{nullptr, slope, token + seqlen_k - seqlen_q};
+    if constexpr (kHasBias) {
         const int64_t offset = batch * p.bias_stride_batch + head * p.bias_stride_head +
                                (first_token(p.cu_seqlens_q, batch) + token) * p.bias_stride_row;
         result.bias = static_cast<const char*>(p.attn_bias) + offset * (p.bias_is_float ? 4 : 2);
@@ -24,38 +80,21 @@ FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, int 
     return result;
 }
 
-// Running maxima of rows are in log2 units if nothing modifies scores: softmax_scale and the change of base are then one
-// multiplication. Modified scores and their maxima are natural, as in log2 units the lowest bias would not be finite.
-constexpr float kLog2OfMax = kModifiesScores ? kLog2E : 1.0f;
-constexpr float kNaturalOfMax = kModifiesScores ? 1.0f : kLn2;
-
-// The factor of what was accumulated relative to a lower maximum.
-FA_DEVICE float rescaling(float old_max, float new_max) {
-    return exp2_approximate((old_max - shift_of(new_max)) * kLog2OfMax);
-}
-
-// slope: the derivative of value by the product times softmax_scale.
-struct ModifiedScore {
-    float value, slope;
-};
-
-FA_DEVICE ModifiedScore modified_score(const AttentionParams& p, const ScoreRow& row, float product, int key, bool in_range) {
-    float s = product * p.softmax_scale, slope = 1.0f;
-    if (p.softcap != 0.0f) {
-        const float capped = tanh_exact(s / p.softcap);
-        s = p.softcap * capped;
-        slope = 1.0f - capped * capped;
+// The score of a key, less what ScoreRule leaves out.
+FA_DEVICE float score_of(const AttentionParams& p, const ScoreRow& row, float factor, float mapped, int key, bool in_range) {
+    float s = 0.0f;
+    if constexpr (kHasAlibi) {
+        const float distance = static_cast<float>(key - row.diagonal);
+        s = row.slope * larger(distance, -distance);
     }
-    if (row.slope != 0.0f) {
-        const int distance = key - row.diagonal;
-        s -= row.slope * static_cast<float>(distance < 0 ? -distance : distance);
+    if constexpr (kHasBias) {
+        if (in_range) {
+            const int64_t offset = key * p.bias_stride_key;
+            s += p.bias_is_float ? reinterpret_cast<const float*>(row.bias)[offset]
+                                 : Element::widen(reinterpret_cast<const uint16_t*>(row.bias)[offset]);
+        }
     }
-    if (row.bias != nullptr && in_range) {
-        const int64_t offset = key * p.bias_stride_key;
-        s += p.bias_is_float ? reinterpret_cast<const float*>(row.bias)[offset]
-                             : Element::widen(reinterpret_cast<const uint16_t*>(row.bias)[offset]);
-    }
-    return {s, slope};
+    return multiply_add(mapped, factor, s);
 }
 
 }  // namespace fastattention

@@ -38,7 +38,9 @@ public:
           last_row_(last_row),
           warp_row_(work.m_tile * kTileM + first_warp_row()),
           seen_(mask_.rows(token_of(p, warp_row_), token_of(p, smaller(warp_row_ + kWarpRows - 1, last_row_)))),
-          softmax_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
+          rule_(p),
+          slope_(kGroupedRows ? 0.0f : alibi_slope(p, work.batch, work.head)),
+          softmax_(kScoresAreMultiples ? rule_.factor() : 1.0f) {
         clear();
         if constexpr (kInt8Products) {
             for_each_row([&](int step, int which, int) { query_scale_[step][which] = of_queries(p.q_scale, step, which); });
@@ -76,9 +78,9 @@ public:
         if constexpr (kQuantized) scale(scores, scales);
         if constexpr (kInt8Products) scale_products(scores);
         if constexpr (kModifiesScores) score_mod(scores, key);
-        if constexpr (!kModifiesScores) {
+        if constexpr (kScoresAreMultiples) {
             if (softmax_.multiplies_first()) {
-                if constexpr (!kInt8Products) softmax_.set_max_of_score(0, 0, p_.softmax_scale * kLog2E);
+                if constexpr (!kScoresHaveOrigin) softmax_.set_max_of_scores(rule_.factor());
                 softmax_.multiply(scores);
             }
         }
@@ -282,13 +284,15 @@ private:
     }
 
     FA_DEVICE void score_mod(Scores& scores, int key) const {
+        const float factor = rule_.factor();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const int index = smaller(row_of(step, which), last_row_);
-                const ScoreRow row = score_row(p_, work_.batch, head_of(p_, work_, index), token_of(p_, index),
-                                               mask_.seqlen_q, mask_.seqlen_k);
+                const int index = smaller(row_of(step, which), last_row_), head = head_of(p_, work_, index);
+                const float slope = kGroupedRows ? alibi_slope(p_, work_.batch, head) : slope_;
+                const ScoreRow row =
+                    score_row(p_, work_.batch, head, slope, token_of(p_, index), mask_.seqlen_q, mask_.seqlen_k);
 #pragma unroll
                 for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
@@ -296,7 +300,9 @@ private:
                         if (Arch::row_of_element(i) == which) {
                             const int column = key + Arch::score_column(n, i);
                             float& s = scores[step][n][i];
-                            s = modified_score(p_, row, s, column, column < mask_.seqlen_k).value;
+                            s = rule_.mapped(s);
+                            if constexpr (!kScoresAreMultiples)
+                                s = score_of(p_, row, factor, s, column, column < mask_.seqlen_k);
                         }
             }
     }
@@ -313,7 +319,7 @@ private:
 
     // Multiplies these and all later scores first if exponents need it.
     FA_DEVICE void check_maxima(Scores& scores) {
-        if constexpr (!kModifiesScores) {
+        if constexpr (kScoresAreMultiples) {
             if (!softmax_.multiplies_first() && any_lane(softmax_.has_large_max())) softmax_.multiply(scores);
         }
     }
@@ -380,6 +386,8 @@ private:
     const BasicTileRange<int>& mask_;
     const int last_row_, warp_row_;
     const RowsRange<int> seen_;
+    const ScoreRule rule_;
+    const float slope_;  // of ALiBi, if all rows have the same head
 
     typename Arch::template Rows<kSteps, kHeaddim> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];

@@ -1,4 +1,4 @@
-"""What the scripts share: where their figures go, how these are shown, and processes of their own."""
+"""What the scripts share: where their figures go, how these are shown, processes of their own, and calls to time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.markdown import Markdown
+from torch import Tensor
 
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT
@@ -42,3 +44,24 @@ def run_again(script: str, *arguments: str, **environment: str) -> Any:
     done = subprocess.run(command, env={**os.environ, **environment}, check=True, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
     return json.loads(lines[-1]) if lines else None
+
+
+def heads_first(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A function of torch, which takes heads before tokens, of tensors with tokens before heads, as ours take them."""
+    return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def without_grad(forward: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], object]:
+    """A call of `forward` that records no gradients."""
+
+    def call() -> object:
+        with torch.no_grad():
+            return forward(*tensors)
+
+    return call
+
+
+def with_gradients(forward: Callable[..., Tensor], *tensors: Tensor, grad: Tensor) -> Callable[[], object]:
+    """A call of `forward` and its backward. grad: the gradient of the result."""
+    given = [x.clone().requires_grad_() for x in tensors]
+    return lambda: torch.autograd.grad(forward(*given), given, grad)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import typer
-from harness import RESULTS, publish
+from harness import RESULTS, heads_first, publish, with_gradients, without_grad
 from pages import block_sparse
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -100,14 +100,14 @@ def measure(
         "causal": lambda q, k, v: fast_attn_func(q, k, v, causal=True, backend=backend),
         "ours": lambda q, k, v: fast_attn_func(q, k, v, block_mask=mask, backend=backend),
         "sdpa": lambda q, k, v: _sdpa(q, k, v, pairs),
-        "flex": lambda q, k, v: _heads_first(functools.partial(flex, block_mask=flex_mask), q, k, v),
+        "flex": lambda q, k, v: heads_first(functools.partial(flex, block_mask=flex_mask), q, k, v),
     }
     calls: dict[str, Callable[[], object]] = {}
     for key, forward in forwards.items():
-        calls[key] = _without_grad(forward, q, k, v)
+        calls[key] = without_grad(forward, q, k, v)
         # FlexAttention has no backward on CPUs.
         if device != "cpu" or key != "flex":
-            calls[f"{key} with gradients"] = _with_gradients(forward, q, k, v, grad)
+            calls[f"{key} with gradients"] = with_gradients(forward, q, k, v, grad=grad)
     if not _compiles(calls["flex"]):
         del calls["flex"]
     for call in calls.values():
@@ -136,27 +136,8 @@ def _made(pairs: Tensor) -> None:
     sparse.from_pairs(pairs).tile_bits[:1].tolist()
 
 
-def _heads_first(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-
-
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor) -> Tensor:
-    return _heads_first(functools.partial(F.scaled_dot_product_attention, attn_mask=pairs), q, k, v)
-
-
-def _without_grad(forward: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], object]:
-    def call() -> object:
-        with torch.no_grad():
-            return forward(*tensors)
-
-    return call
-
-
-def _with_gradients(
-    forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor
-) -> Callable[[], object]:
-    given = [x.clone().requires_grad_() for x in (q, k, v)]
-    return lambda: torch.autograd.grad(forward(*given), given, grad)
+    return heads_first(functools.partial(F.scaled_dot_product_attention, attn_mask=pairs), q, k, v)
 
 
 if __name__ == "__main__":

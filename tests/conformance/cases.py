@@ -181,6 +181,10 @@ BIASES = [
     DenseCase(name="bias-sinks-rows", seqlen_q=35, seqlen_k=67, bias=Bias("qk", hides="rows"), sinks=True),
     DenseCase(name="bias-one-query", seqlen_q=1, seqlen_k=200, nheads=8, nheads_k=1,
               bias=Bias("bh1k", hides="entries")),
+    # Lengths are even, so that kernels may read two neighbours at once, but for keys of the last tile.
+    DenseCase(name="bias-pairs", seqlen_q=40, seqlen_k=150, bias=Bias("bhqk", dtype_of_q=True), causal=True),
+    DenseCase(name="bias-pairs-float", seqlen_q=40, seqlen_k=150, bias=Bias("hqk")),
+    DenseCase(name="bias-pairs-of-one-row", seqlen_q=40, seqlen_k=150, bias=Bias("bh1k", dtype_of_q=True), softcap=9.0),
     DenseCase(name="bias-wide", seqlen_q=130, seqlen_k=290, bias=Bias("bhqk", hides="entries")),
 ]  # fmt: skip
 

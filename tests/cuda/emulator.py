@@ -192,6 +192,10 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
         Range(params.partial_out or 0, 4 * num_slots * params.partial_rows * params.headdim_v),
         Range(params.partial_stats or 0, 8 * num_slots * params.partial_rows),
     ]
+    if params.attn_bias:
+        sizes = {"batch": batch, "head": problem.nheads, "row": tokens_q, "key": problem.seqlen_k}
+        last = sum((size - 1) * getattr(params, f"bias_stride_{axis}") for axis, size in sizes.items())
+        ranges.append(Range(params.attn_bias, (4 if params.bias_is_float else 2) * (last + 1)))
     item = 1 if problem.cache_dtype is not None else 2
     for name, columns in (("k", params.headdim), ("v", params.headdim_v)):
         for block, tokens in _blocks(params, problem):

@@ -76,6 +76,10 @@ FA_DEVICE void store_shared_32(uint32_t address, uint32_t x) { store_shared<emul
 FA_DEVICE void store_shared_64(uint32_t address, Words2 x) { store_shared<emulator::Access::kStore64>(address, x); }
 FA_DEVICE void store_shared_128(uint32_t address, Words4 x) { store_shared<emulator::Access::kStore128>(address, x); }
 
+FA_DEVICE uint32_t load_global_32(const void* address) {
+    emulator::check_global(address, 4, "reads", true);
+    return *static_cast<const uint32_t*>(address);
+}
 FA_DEVICE Words2 load_global_64(const void* address) {
     emulator::check_global(address, 8, "reads", true);
     return *static_cast<const Words2*>(address);

@@ -208,8 +208,11 @@ private:
         for_each_element(stats, column, [&](const QueryStats& query, int key, int step, int n, int i) {
             float& x = weights[step][n][i];
             const float mapped = rule.mapped(x), lse = query.lse - left_out;
-            const float above = kScoresAreMultiples ? mapped * factor - lse
-                                                    : score_of(p_, query.row, factor, mapped, key, key < num_keys) - lse;
+            float above = multiply_add(mapped, factor, -lse);
+            if constexpr (!kScoresAreMultiples) {
+                const float added = alibi_of(query.row, key) + bias_of(p_, query.row, key, key < num_keys);
+                above = multiply_add(mapped, factor, added) - lse;
+            }
             x = exp2_approximate(at_most_zero(above) * kLog2OfMax);
             if constexpr (kHasBias) x *= query.share;
             if constexpr (kSoftcaps) slopes[step][n][i] = ScoreRule::slope(mapped);

@@ -80,21 +80,47 @@ FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, floa
     return result;
 }
 
-// The score of a key, less what ScoreRule leaves out.
-FA_DEVICE float score_of(const AttentionParams& p, const ScoreRow& row, float factor, float mapped, int key, bool in_range) {
-    float s = 0.0f;
-    if constexpr (kHasAlibi) {
-        const float distance = static_cast<float>(key - row.diagonal);
-        s = row.slope * larger(distance, -distance);
+FA_DEVICE float alibi_of(const ScoreRow& row, int key) {
+    if constexpr (!kHasAlibi) return 0.0f;
+    const float distance = static_cast<float>(key - row.diagonal);
+    return row.slope * larger(distance, -distance);
+}
+
+// 0 for keys that do not exist.
+FA_DEVICE float bias_of(const AttentionParams& p, const ScoreRow& row, int key, bool in_range) {
+    if constexpr (!kHasBias) return 0.0f;
+    if (!in_range) return 0.0f;
+    const int64_t offset = key * p.bias_stride_key;
+    return p.bias_is_float ? reinterpret_cast<const float*>(row.bias)[offset]
+                           : Element::widen(reinterpret_cast<const uint16_t*>(row.bias)[offset]);
+}
+
+// How the biases of a row are read: one at a time, or two neighbours at once, of 16 or 32 bits each.
+enum class BiasLoads { kEach, kPairs, kFloatPairs };
+
+// Neighbours are read at once where they lie so, and where all keys before end_key exist in the bias.
+FA_DEVICE BiasLoads bias_loads(const AttentionParams& p, int end_key) {
+    const int64_t strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
+    const bool aligned = reinterpret_cast<int64_t>(p.attn_bias) % (p.bias_is_float ? 8 : 4) == 0;
+    if (p.bias_stride_key != 1 || strides % 2 != 0 || !aligned || end_key > p.seqlen_k) return BiasLoads::kEach;
+    return p.bias_is_float ? BiasLoads::kFloatPairs : BiasLoads::kPairs;
+}
+
+// The biases of `key` and its neighbour.
+template <BiasLoads kLoads>
+FA_DEVICE void read_biases(const AttentionParams& p, const ScoreRow& row, int key, int num_keys, float (&biases)[2]) {
+    if constexpr (kLoads == BiasLoads::kPairs) {
+        const uint32_t pair = load_global_32(row.bias + key * 2);
+        biases[0] = Element::widen(static_cast<uint16_t>(pair));
+        biases[1] = Element::widen(static_cast<uint16_t>(pair >> 16));
+    } else if constexpr (kLoads == BiasLoads::kFloatPairs) {
+        const Words2 pair = load_global_64(row.bias + key * 4);
+        biases[0] = as_float(pair.word[0]);
+        biases[1] = as_float(pair.word[1]);
+    } else {
+        biases[0] = bias_of(p, row, key, key < num_keys);
+        biases[1] = bias_of(p, row, key + 1, key + 1 < num_keys);
     }
-    if constexpr (kHasBias) {
-        if (in_range) {
-            const int64_t offset = key * p.bias_stride_key;
-            s += p.bias_is_float ? reinterpret_cast<const float*>(row.bias)[offset]
-                                 : Element::widen(reinterpret_cast<const uint16_t*>(row.bias)[offset]);
-        }
-    }
-    return multiply_add(mapped, factor, s);
 }
 
 }  // namespace fastattention

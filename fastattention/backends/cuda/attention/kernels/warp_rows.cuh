@@ -284,6 +284,16 @@ private:
     }
 
     FA_DEVICE void score_mod(Scores& scores, int key) const {
+        if constexpr (kHasBias) {
+            const BiasLoads loads = bias_loads(p_, key + kWarpKeys);
+            if (loads == BiasLoads::kPairs) return modify<BiasLoads::kPairs>(scores, key);
+            if (loads == BiasLoads::kFloatPairs) return modify<BiasLoads::kFloatPairs>(scores, key);
+        }
+        modify<BiasLoads::kEach>(scores, key);
+    }
+
+    template <BiasLoads kLoads>
+    FA_DEVICE void modify(Scores& scores, int key) const {
         const float factor = rule_.factor();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -296,13 +306,18 @@ private:
 #pragma unroll
                 for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
-                    for (int i = 0; i < Arch::kElements; ++i)
+                    for (int i = 0; i < Arch::kElements; i += 2)  // neighbours in a row
                         if (Arch::row_of_element(i) == which) {
                             const int column = key + Arch::score_column(n, i);
-                            float& s = scores[step][n][i];
-                            s = rule_.mapped(s);
-                            if constexpr (!kScoresAreMultiples)
-                                s = score_of(p_, row, factor, s, column, column < mask_.seqlen_k);
+                            float biases[2];
+                            read_biases<kLoads>(p_, row, column, mask_.seqlen_k, biases);
+#pragma unroll
+                            for (int j = 0; j < 2; ++j) {
+                                float& s = scores[step][n][i + j];
+                                s = rule_.mapped(s);
+                                if constexpr (!kScoresAreMultiples)
+                                    s = multiply_add(s, factor, alibi_of(row, column + j) + biases[j]);
+                            }
                         }
             }
     }

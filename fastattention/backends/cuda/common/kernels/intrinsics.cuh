@@ -109,8 +109,9 @@ FA_DEVICE void store_shared_128(uint32_t address, Words4 x) {
                  : "memory");
 }
 
-// Loads 8 or 16 aligned bytes of global memory that is not written during the kernel. From Ampere on, a load of 8 bytes
+// Loads 4, 8 or 16 aligned bytes of global memory that is not written during the kernel. From Ampere on, a load of 8 bytes
 // makes the L2 cache prefetch the 256 bytes around them.
+FA_DEVICE uint32_t load_global_32(const void* address) { return __ldg(static_cast<const uint32_t*>(address)); }
 FA_DEVICE Words2 load_global_64(const void* address) {
 #if __CUDA_ARCH__ >= 800
     Words2 x;

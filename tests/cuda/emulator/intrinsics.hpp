@@ -116,6 +116,7 @@ FA_DEVICE void store_global_128(void* address, Words4 x) {
 
 FA_DEVICE float as_float(uint32_t x) { return emulator::float_of_bits(x); }
 FA_DEVICE uint32_t as_bits(float x) { return emulator::bits_of_float(x); }
+FA_DEVICE float magnitude(float x) { return std::fabs(x); }
 FA_DEVICE float maximum(float a, float b) { return std::fmax(a, b); }
 // Flushes a subnormal value to zero, as .ftz instructions do for what they read and write.
 FA_DEVICE float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }

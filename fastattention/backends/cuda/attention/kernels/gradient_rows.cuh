@@ -210,7 +210,8 @@ private:
             const float mapped = rule.mapped(x), lse = query.lse - left_out;
             float above = multiply_add(mapped, factor, -lse);
             if constexpr (!kScoresAreMultiples) {
-                const float added = alibi_of(query.row, key) + bias_of(p_, query.row, key, key < num_keys);
+                const float distance = static_cast<float>(key - query.row.diagonal);
+                const float added = alibi_of(query.row, distance) + bias_of(p_, query.row, key, key < num_keys);
                 above = multiply_add(mapped, factor, added) - lse;
             }
             x = exp2_approximate(at_most_zero(above) * kLog2OfMax);

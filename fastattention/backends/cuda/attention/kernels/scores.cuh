@@ -80,10 +80,10 @@ FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, floa
     return result;
 }
 
-FA_DEVICE float alibi_of(const ScoreRow& row, int key) {
+// distance: of a key from the diagonal, of either sign.
+FA_DEVICE float alibi_of(const ScoreRow& row, float distance) {
     if constexpr (!kHasAlibi) return 0.0f;
-    const float distance = static_cast<float>(key - row.diagonal);
-    return row.slope * larger(distance, -distance);
+    return row.slope * magnitude(distance);
 }
 
 // 0 for keys that do not exist.

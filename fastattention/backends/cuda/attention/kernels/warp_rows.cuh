@@ -303,20 +303,24 @@ private:
                 const float slope = kGroupedRows ? alibi_slope(p_, work_.batch, head) : slope_;
                 const ScoreRow row =
                     score_row(p_, work_.batch, head, slope, token_of(p_, index), mask_.seqlen_q, mask_.seqlen_k);
+                // Columns differ from the lane's first by constants.
+                const int first = Arch::score_column(0, 0);
+                const float first_distance = static_cast<float>(key + first - row.diagonal);
 #pragma unroll
                 for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < Arch::kElements; i += 2)  // neighbours in a row
                         if (Arch::row_of_element(i) == which) {
-                            const int column = key + Arch::score_column(n, i);
+                            const int column = Arch::score_column(n, i);
+                            const float distance = first_distance + static_cast<float>(column - first);
                             float biases[2];
-                            read_biases<kLoads>(p_, row, column, mask_.seqlen_k, biases);
+                            read_biases<kLoads>(p_, row, key + column, mask_.seqlen_k, biases);
 #pragma unroll
                             for (int j = 0; j < 2; ++j) {
                                 float& s = scores[step][n][i + j];
                                 s = rule_.mapped(s);
                                 if constexpr (!kScoresAreMultiples)
-                                    s = multiply_add(s, factor, alibi_of(row, column + j) + biases[j]);
+                                    s = multiply_add(s, factor, alibi_of(row, distance + j) + biases[j]);
                             }
                         }
             }

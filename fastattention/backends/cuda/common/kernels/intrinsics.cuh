@@ -179,6 +179,7 @@ FA_DEVICE void store_global_128(void* address, Words4 x) {
 
 FA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
 FA_DEVICE uint32_t as_bits(float x) { return __float_as_uint(x); }
+FA_DEVICE float magnitude(float x) { return fabsf(x); }
 // If one is NaN, returns the other.
 FA_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 // a * b + c, rounded once, and a * b, which no sum may take into its rounding.

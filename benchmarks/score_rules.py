@@ -37,6 +37,8 @@ def main(
 ) -> None:
     """Write score_rules_cpu.json or score_rules_gpu.json into `output`."""
     torch.set_num_threads(get_num_threads())
+    # FlexAttention is compiled once for each rule, width and need of gradients. Beyond the limit it would run as it is.
+    torch._dynamo.config.recompile_limit = 256
     records = [measure(device, seqlen, hidden, int(headdim)) for headdim in headdims.split(",")]
     figures: dict[str, Any] = {"question": "score_rules", "seqlen": seqlen, "hidden": hidden, "records": records}
     if device != "cpu":
@@ -93,7 +95,6 @@ def measure(device: str, seqlen: int, hidden: int, headdim: int) -> dict[str, An
             "ours": functools.partial(attend, causal=True, backend=backend, **arguments)
         }
         if rule != "dropout":
-            torch._dynamo.reset()  # it compiles a function a limited number of times, and then runs it as it is
             flex = functools.partial(
                 torch.compile(flex_attention), score_mod=score_mod, block_mask=masks["window" in rule]
             )

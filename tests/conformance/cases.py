@@ -185,6 +185,10 @@ BIASES = [
     DenseCase(name="bias-pairs", seqlen_q=40, seqlen_k=150, bias=Bias("bhqk", dtype_of_q=True), causal=True),
     DenseCase(name="bias-pairs-float", seqlen_q=40, seqlen_k=150, bias=Bias("hqk")),
     DenseCase(name="bias-pairs-of-one-row", seqlen_q=40, seqlen_k=150, bias=Bias("bh1k", dtype_of_q=True), softcap=9.0),
+    # Rows of 16 bytes at a time: kernels may copy whole tiles.
+    DenseCase(name="bias-copied", seqlen_q=75, seqlen_k=136, bias=Bias("bhqk", dtype_of_q=True), causal=True),
+    DenseCase(name="bias-copied-one-row", seqlen_q=150, seqlen_k=200, bias=Bias("bh1k", dtype_of_q=True),
+              window=(90, -1)),
     DenseCase(name="bias-wide", seqlen_q=130, seqlen_k=290, bias=Bias("bhqk", hides="entries")),
 ]  # fmt: skip
 

@@ -84,6 +84,7 @@ def spills(usages: list[Any]) -> dict[str, int]:
 FORWARDS_SPILL_NOTHING = {"V100": 256, "T4": 192, "A100": 256, "RTX 3090": 256}
 DECODES_SPILL_NOTHING = {"P100": 128, "T4": 128, "A100": 128, "RTX 3090": 128}
 MOST_FOR_PAGES = 48  # bytes
+MOST_OF_SCORES = 64  # bytes, for what is added to scores: on an H100 smaller tiles, which spill nothing, took longer
 MOST_OF_PRODUCTS = 48  # bytes, for int8: each row has a factor of its own
 MOST_OF_TRAINING = 144  # bytes, for backwards and dropout up to headdim 128: gradients of rows take most registers
 MOST_OF_QUANTIZED = 16  # bytes, for decodes of int8 pages with every rule of scores and masks at once
@@ -116,9 +117,11 @@ def test_kernels_compile_and_spill_next_to_nothing(headdims: tuple[int, ...], ch
         paged = [usage for usage in held if usage.kernel.paged]
         products = [usage for usage in held if usage.kernel.int8_products]
         quantized = [usage for usage in held if usage.kernel.cache_format]
-        others = [usage for usage in held if usage not in (*paged, *products, *quantized)]
+        adding = [usage for usage in held if usage.kernel.has_alibi or usage.kernel.has_bias]
+        others = [usage for usage in held if usage not in (*paged, *products, *quantized, *adding)]
         assert spills(others) == {}
         assert max(spills(paged).values(), default=0) <= MOST_FOR_PAGES
+        assert max(spills(adding).values(), default=0) <= MOST_OF_SCORES
         assert max(spills(products).values(), default=0) <= MOST_OF_PRODUCTS
         assert max(spills(quantized).values(), default=0) <= MOST_OF_QUANTIZED
 

@@ -91,6 +91,9 @@ EVERY_TIME = (
     "splits-many-float16-cuda-sm80",  # keys of one sequence in several CTAs, whose maxima differ
     "dropout-few-queries-scores-float16-cuda-sm80",  # a decode would serve so few queries without dropout
     "tiles-256-heads-20-of-1-float16-cuda-sm60",  # a tile that is not full, whose parts are merged in place
+    "bias-copied-float16-cuda-sm80",
+    "bias-copied-one-row-bfloat16-cuda-sm80",
+    "bias-pairs-float16-cuda-sm80",  # rows do not begin where whole tiles can be copied
 )
 
 

@@ -280,7 +280,8 @@ def test_what_is_added_to_scores_gets_tiles_with_registers_to_spare(
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_softcap_gets_the_tiles_of_plain_scores(chip: str) -> None:
     limits = CHIPS[chip]
-    for headdim in HEADDIMS:
+    # Narrow heads on newer GPUs are bound by arithmetic of scores, and do better with larger tiles.
+    for headdim in (headdim for headdim in HEADDIMS if headdim > 64 or limits.arch < 80):
         call = limits.arch, limits, torch.float16, headdim, headdim
         assert choose_variant(*call, (Feature.SOFTCAP,)) == dataclasses.replace(choose_variant(*call), softcaps=True)
 

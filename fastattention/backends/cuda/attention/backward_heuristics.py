@@ -7,7 +7,13 @@ from typing import NamedTuple
 from fastattention.attention.problem import Problem
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig
 from fastattention.backends.cuda.attention.heuristics import (
+    ALIBI,
+    DROPOUT,
+    EVERYTHING,
+    NOTHING,
+    SOFTCAP,
     computed_dtype,
+    demands,
     fields_of,
     first_that_fits,
     mixes_blocks,
@@ -26,7 +32,7 @@ class _Tiles(NamedTuple):
     num_stages: int
     min_ctas: int
     num_value_parts: int = 1
-    serves_scores: bool = True  # whether it has registers to spare for modified scores and dropout
+    serves: frozenset[str] = EVERYTHING  # calls with more than this do better with another tile
 
 
 # Candidates of each kernel for head dimensions up to the key, best first: the first that suits the call and fits the
@@ -37,45 +43,49 @@ class _Tiles(NamedTuple):
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (
-            _Tiles("kv", 128, 32, 4, 2, 2, serves_scores=False),
+            _Tiles("kv", 128, 32, 4, 2, 2),
             _Tiles("kv", 64, 64, 4, 2, 2),
             _Tiles("kv", 64, 32, 4, 2, 2),
-            _Tiles("q", 128, 64, 4, 2, 2, serves_scores=False),
+            _Tiles("q", 128, 64, 4, 2, 2, serves=ALIBI | DROPOUT),
+            _Tiles("q", 64, 64, 4, 2, 3),
             _Tiles("q", 64, 64, 4, 2, 2),
             _Tiles("q", 64, 32, 4, 2, 2),
         ),
         128: (
-            _Tiles("kv", 64, 64, 4, 2, 2, serves_scores=False),
-            _Tiles("kv", 64, 64, 4, 1, 2, serves_scores=False),
+            _Tiles("kv", 64, 64, 4, 2, 2, serves=ALIBI | SOFTCAP),
+            _Tiles("kv", 64, 64, 4, 1, 2, serves=ALIBI),
+            _Tiles("kv", 64, 32, 4, 2, 2),
             _Tiles("kv", 64, 32, 4, 1, 1),
-            _Tiles("q", 128, 32, 4, 2, 2, serves_scores=False),
-            _Tiles("q", 128, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("q", 128, 32, 4, 2, 2, serves=ALIBI | SOFTCAP),
+            _Tiles("q", 64, 64, 4, 1, 2),
             _Tiles("q", 64, 32, 4, 1, 2),
             _Tiles("q", 64, 32, 4, 1, 1),
         ),
         WIDEST_OF_A_WARP: (
-            _Tiles("k", 64, 32, 4, 2, 1),
+            _Tiles("k", 64, 32, 4, 1, 1),
             _Tiles("k", 32, 16, 2, 1, 1),
-            _Tiles("v", 64, 32, 4, 2, 1),
+            _Tiles("v", 64, 64, 4, 1, 1),
+            _Tiles("v", 64, 32, 4, 1, 1),
             _Tiles("v", 32, 16, 2, 1, 1),
-            _Tiles("q", 64, 32, 4, 2, 1),
+            _Tiles("q", 128, 32, 8, 2, 1),
+            _Tiles("q", 64, 32, 4, 1, 1),
             _Tiles("q", 32, 16, 2, 1, 1),
         ),
     },
     75: {
         64: (
-            _Tiles("kv", 128, 32, 4, 1, 2, serves_scores=False),
-            _Tiles("kv", 128, 64, 8, 1, 1, serves_scores=False),
+            _Tiles("kv", 128, 32, 4, 1, 2, serves=NOTHING),
+            _Tiles("kv", 128, 64, 8, 1, 1, serves=NOTHING),
             _Tiles("kv", 64, 32, 4, 1, 2),
-            _Tiles("q", 128, 64, 4, 1, 2, serves_scores=False),
-            _Tiles("q", 128, 64, 8, 1, 1, serves_scores=False),
+            _Tiles("q", 128, 64, 4, 1, 2, serves=NOTHING),
+            _Tiles("q", 128, 64, 8, 1, 1, serves=NOTHING),
             _Tiles("q", 64, 32, 4, 1, 2),
         ),
         128: (
-            _Tiles("kv", 64, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("kv", 64, 32, 4, 1, 1, serves=NOTHING),
             _Tiles("kv", 64, 16, 4, 1, 1),
-            _Tiles("q", 64, 32, 2, 1, 2, serves_scores=False),
-            _Tiles("q", 64, 48, 4, 1, 1, serves_scores=False),
+            _Tiles("q", 64, 32, 2, 1, 2, serves=NOTHING),
+            _Tiles("q", 64, 48, 4, 1, 1, serves=NOTHING),
             _Tiles("q", 64, 32, 4, 1, 1),
         ),
         WIDEST_OF_A_WARP: (
@@ -86,17 +96,17 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     },
     70: {
         64: (
-            _Tiles("kv", 128, 32, 4, 1, 2, serves_scores=False),
+            _Tiles("kv", 128, 32, 4, 1, 2, serves=NOTHING),
             _Tiles("kv", 128, 8, 4, 1, 2),
-            _Tiles("q", 256, 64, 8, 1, 1, serves_scores=False),
+            _Tiles("q", 256, 64, 8, 1, 1, serves=NOTHING),
             _Tiles("q", 128, 16, 4, 1, 2),
         ),
         128: (
-            _Tiles("k", 128, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("k", 128, 32, 4, 1, 1, serves=NOTHING),
             _Tiles("k", 128, 8, 4, 1, 1),
-            _Tiles("v", 256, 32, 8, 1, 1, serves_scores=False),
+            _Tiles("v", 256, 32, 8, 1, 1, serves=NOTHING),
             _Tiles("v", 128, 16, 4, 1, 1),
-            _Tiles("q", 128, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("q", 128, 32, 4, 1, 1, serves=NOTHING),
             _Tiles("q", 128, 8, 4, 1, 1),
         ),
         WIDEST_OF_A_WARP: (
@@ -121,7 +131,7 @@ def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[Backwar
     """The kernels that compute `problem.grads`. Raises CompileError when one does not fit the GPU."""
     columns = padded_headdims(problem.headdim, problem.headdim_v)
     rules, drops = score_rules(problem), problem.dropout_p > 0.0
-    modifies = any(rules.values())
+    asked = demands(rules, drops)
     block_m, block_n = problem.block_size or (None, None)
 
     def mixes(tiles: _Tiles) -> bool:  # others come first
@@ -140,7 +150,7 @@ def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[Backwar
             mixes_blocks=mixes(tiles),
         )
         for tiles in sorted(tiles_for(_TILES[arch], columns), key=mixes)
-        if tiles.serves_scores or not (modifies or drops)
+        if asked <= tiles.serves
     ]
     wanted = dict.fromkeys(config.gradients for config in configs if set(config.gradients) & set(problem.grads))
     return [first_that_fits([config for config in configs if config.gradients == one], limits) for one in wanted]

@@ -54,6 +54,11 @@ class AttentionConfig(TileVariant):
         return self.softcaps or self.has_alibi or self.has_bias or self.extreme_scores
 
     @property
+    def stages_bias(self) -> bool:
+        """Whether tiles of biases pass through shared memory (kernels/bias_tiles.cuh)."""
+        raise NotImplementedError
+
+    @property
     def value_columns(self) -> int:
         """Columns of a tile of values, or of gradients of results."""
         return self.headdim_v
@@ -151,6 +156,11 @@ class KernelConfig(CacheFormat, AttentionConfig):
         return self.num_warps // (self.key_warps * self.column_warps)
 
     @property
+    def stages_bias(self) -> bool:
+        """Whether tiles of biases pass through shared memory: not of few rows, which are bound by memory."""
+        return self.has_bias and self.arch >= 80 and not self.decodes and self.column_warps == 1
+
+    @property
     def stream_tile(self) -> int:
         """Keys that a CTA takes at a time."""
         return self.tile_n * self.key_warps
@@ -165,7 +175,8 @@ class KernelConfig(CacheFormat, AttentionConfig):
         if not self.values_in_keys:
             tiles += self.tile_bytes(self.tile_n, self.headdim_v, cache_bytes)
         scales = 8 * self.tile_n * self.quantized
-        stages = self.key_warps * self.num_stages * (tiles + scales)
+        biases = self.tile_bytes(self.tile_m, self.tile_n) * self.stages_bias
+        stages = self.key_warps * self.num_stages * (tiles + scales + biases)
         if self.column_warps > 1:
             stages += self.tile_bytes(self.tile_m, self.tile_n) + 4 * self.tile_m * self.column_warps
         if self.decodes:
@@ -236,8 +247,16 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         rows = first + second if self.differentiates_scores else max(first, self.tile_bytes(1, self.headdim_v))
         stats = 4 * (1 + self.differentiates_scores + self.has_bias)
         of_row, of_column = (0, stats) if self.rows_are_keys else (stats, 0)
-        tiles = self.num_stages * self.tile_n * (first + second + of_column)
-        return self.tile_m * (rows + of_row) + tiles + self.block_list_bytes
+        tile = self.tile_n * (first + second + of_column)
+        if self.stages_bias:
+            queries, keys = (self.tile_n, self.warp_rows) if self.rows_are_keys else (self.warp_rows, self.tile_n)
+            tile += self.num_warps * self.tile_bytes(queries, keys)
+        return self.tile_m * (rows + of_row) + self.num_stages * tile + self.block_list_bytes
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether tiles of biases pass through shared memory."""
+        return self.has_bias and self.arch >= 80
 
     @property
     def accumulators(self) -> int:

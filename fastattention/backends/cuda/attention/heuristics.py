@@ -23,6 +23,12 @@ from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.quantized import KEYS_OF_SCALE
 
+# What a call may have that takes registers, by fields of a configuration.
+NOTHING: frozenset[str] = frozenset()
+SOFTCAP, ALIBI, DROPOUT = (frozenset((field,)) for field in ("softcaps", "has_alibi", "drops"))
+SCORES = SOFTCAP | ALIBI | {"has_bias", "extreme_scores"}
+EVERYTHING = SCORES | DROPOUT
+
 
 class _Tiles(NamedTuple):
     tile_m: int
@@ -33,29 +39,31 @@ class _Tiles(NamedTuple):
     queries_in_registers: bool
     num_value_parts: int = 1
     max_seqlen_q: int | None = None  # calls with more queries prefer another tile
-    serves_scores: bool = True  # whether it has registers to spare for what is added to scores, and for dropout
+    serves: frozenset[str] = EVERYTHING  # calls with more than this do better with another tile
     column_warps: int = 1
 
 
 # Candidates for head dimensions up to the key, best first: the first that suits the call and fits the GPU is taken. The
-# first candidates of 80 and 75 were chosen on an H200 (docs/decisions/0018-choose-headdim-64-tiles-by-length.md), those
-# of 70 by the predictions of benchmarks/volta_model (docs/decisions/0022-use-256-row-tiles-on-volta-at-headdim-128.md).
+# first candidates of 80 and 75 were chosen on an H200 (docs/decisions/0018-choose-headdim-64-tiles-by-length.md). What
+# those of 80 serve was chosen on an H100 (docs/decisions/0073-compile-each-rule-of-scores-on-its-own.md). Those of 70
+# were chosen by benchmarks/volta_model (docs/decisions/0022-use-256-row-tiles-on-volta-at-headdim-128.md).
 # The others were chosen by counting: as many warps, and as few reads of shared memory, as fit.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (
-            _Tiles(128, 32, 4, 2, 3, False, max_seqlen_q=8191, serves_scores=False),
-            _Tiles(192, 48, 4, 2, 2, False, serves_scores=False),
-            _Tiles(128, 64, 4, 2, 2, False),
+            _Tiles(128, 32, 4, 2, 3, False, max_seqlen_q=8191, serves=NOTHING),
+            _Tiles(192, 48, 4, 2, 2, False, serves=NOTHING),
+            _Tiles(128, 64, 4, 2, 2, False, serves=SCORES),
+            _Tiles(64, 64, 4, 2, 3, True),
             _Tiles(128, 64, 4, 1, 2, False),
+            _Tiles(64, 64, 4, 1, 2, True),
         ),
         128: (
-            _Tiles(128, 64, 4, 1, 2, False, serves_scores=False),
-            _Tiles(128, 64, 8, 1, 1, True, serves_scores=False),
-            _Tiles(128, 32, 4, 1, 2, False),
-            _Tiles(128, 32, 8, 1, 1, True),
+            _Tiles(128, 64, 4, 1, 2, False, serves=SCORES),
+            _Tiles(64, 64, 4, 1, 2, True),
+            _Tiles(128, 64, 8, 1, 1, True),
         ),
-        192: (_Tiles(128, 64, 8, 2, 1, True), _Tiles(64, 32, 4, 1, 1, True)),
+        192: (_Tiles(128, 64, 8, 2, 1, True), _Tiles(128, 64, 8, 1, 1, True), _Tiles(64, 32, 4, 1, 1, True)),
         256: (_Tiles(128, 32, 8, 2, 1, True), _Tiles(64, 32, 4, 1, 1, False)),
         MAX_HEADDIM: (
             _Tiles(64, 64, 8, 1, 1, False, column_warps=2),
@@ -78,7 +86,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         128: (
             _Tiles(64, 16, 2, 1, 2, False, max_seqlen_q=64),
             _Tiles(128, 16, 4, 1, 1, False, max_seqlen_q=128),
-            _Tiles(256, 32, 8, 1, 1, False, serves_scores=False),
+            _Tiles(256, 32, 8, 1, 1, False, serves=SOFTCAP),
             _Tiles(256, 16, 8, 1, 1, False),
         ),
         192: (_Tiles(64, 16, 2, 1, 1, False, 2, max_seqlen_q=64), _Tiles(128, 32, 4, 1, 1, False, 2)),
@@ -123,7 +131,7 @@ def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
     columns = padded_headdims(problem.headdim, problem.headdim_v)
     block_m = None if problem.block_size is None else problem.block_size[0]
     rules, drops, in_int8 = score_rules(problem), problem.dropout_p > 0.0, problem.qk_dtype is not None
-    adds = any(on for rule, on in rules.items() if rule != "softcaps")
+    asked = demands(rules, drops)
 
     def demerits(sizes: _Tiles) -> tuple[bool, int]:
         of_length = 0 if sizes.max_seqlen_q is None else max(0, problem.seqlen_q - sizes.max_seqlen_q)
@@ -144,7 +152,7 @@ def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
             int8_products=in_int8,
         )
         for sizes in sorted(tiles_for(_TILES[arch], columns), key=demerits)
-        if (sizes.serves_scores or not (adds or drops)) and not (in_int8 and KEYS_OF_SCALE % sizes.tile_n)
+        if asked <= sizes.serves and not (in_int8 and KEYS_OF_SCALE % sizes.tile_n)
     ]
 
 
@@ -192,6 +200,11 @@ def score_rules(problem: Problem) -> dict[str, Any]:
         "has_bias": "attn_bias" in given,
         "extreme_scores": extreme_softcap or not 1e-30 < problem.softmax_scale < 1e30,
     }
+
+
+def demands(rules: Mapping[str, bool], drops: bool) -> set[str]:
+    """What a call has that takes registers: fields of a configuration. rules: `score_rules`."""
+    return {field for field, on in {**rules, "drops": drops}.items() if on}
 
 
 def has_natural_scores(problem: Problem) -> bool:

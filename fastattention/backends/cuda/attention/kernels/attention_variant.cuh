@@ -8,6 +8,7 @@ namespace fastattention {
 // CTAs that divide the columns of v, or of a gradient, among themselves where one CTA has too few registers.
 constexpr int kValueParts = Config::num_value_parts;
 constexpr bool kModifiesScores = Config::modifies_scores;  // scores are more than products times a number
+constexpr bool kStagesBias = Config::stages_bias;  // tiles of biases pass through shared memory, where they lie well
 constexpr bool kDrops = Config::drops;
 constexpr bool kPaged = Config::paged;
 constexpr bool kBlockSparse = Config::block_sparse;  // the call has a block mask

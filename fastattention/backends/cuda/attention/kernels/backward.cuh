@@ -56,15 +56,23 @@ class PassingTiles {
 
 public:
     using Stats = StatsCopy<kTileN>;
-    static constexpr int kBytes = FirstCopy::kBytes + SecondCopy::kBytes + (kRowsAreKeys ? Stats::kBytes : 0);
+    using Biases = GradientRows::Biases;
+    static constexpr int kBytes =
+        FirstCopy::kBytes + SecondCopy::kBytes + (kRowsAreKeys ? Stats::kBytes : 0) + Biases::kBytes;
 
+    // first_row: of the CTA.
     FA_DEVICE PassingTiles(const SourceRows<uint16_t, false>& first, const SourceRows<uint16_t, false>& second,
-                           const Stats& stats)
-        : first_(first), second_(second), stats_(stats) {}
+                           const Stats& stats, const SourceRows<uint16_t, false>& biases, int first_row)
+        : first_(first),
+          second_(second),
+          stats_(stats),
+          biases_(biases, warp_index()),
+          warp_row_(first_row + warp_index() * kWarpRows) {}
 
     FA_DEVICE void begin(int column, uint32_t to) {
         begin_first(column, to);
         begin_second(column, to);
+        biases_.begin(kRowsAreKeys ? column : warp_row_, kRowsAreKeys ? warp_row_ : column, biases_shared(to));
     }
 
     FA_DEVICE void begin_first(int column, uint32_t to) {
@@ -82,11 +90,16 @@ public:
 
     static FA_DEVICE uint32_t second_of(uint32_t tile) { return tile + FirstCopy::kBytes; }
     static FA_DEVICE uint32_t stats_of(uint32_t tile) { return second_of(tile) + SecondCopy::kBytes; }
+    FA_DEVICE StagedBiases biases_of(uint32_t tile) const { return biases_.of_warp(biases_shared(tile)); }
 
 private:
+    static FA_DEVICE uint32_t biases_shared(uint32_t tile) { return tile + kBytes - Biases::kBytes; }
+
     FirstCopy first_;
     SecondCopy second_;
     Stats stats_;
+    const Biases biases_;
+    const int warp_row_;
 };
 
 using FirstRows = TileCopy<Arch, WholeCta, uint16_t, false, kTileM, kHeaddim>;
@@ -163,10 +176,12 @@ private:
     // Adds all tiles for one query head. On return, no thread reads them any more.
     FA_DEVICE void pass(GradientRows& rows, int head, int begin, int end) const {
         const int num_columns = mask_.seqlen_k;  // rows of what the kernel loops over
+        const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, num_rows()) - 1;
+        SourceRows<uint16_t, false> biases{};
+        if constexpr (kStagesBias) biases = bias_rows(p_, work_.batch, head, kRowsAreKeys ? num_columns : num_rows());
         PassingTiles tiles(vectors(kRowsAreKeys ? Kind::kQueries : Kind::kKeys, head, num_columns),
                            vectors(kRowsAreKeys ? Kind::kGradients : Kind::kValues, head, num_columns),
-                           {params_, params_.stats + stats_offset(head), num_columns});
-        const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, num_rows()) - 1;
+                           {params_, params_.stats + stats_offset(head), num_columns}, biases, first_row);
         const uint32_t list_shared = shared_ + Config::shared_bytes - TileWalk::kSharedBytes;
         TileWalk walk(p_, {work_.batch, head, kRowsAreKeys, first_row, last_row}, begin, end, list_shared);
         if (walk.begin() >= walk.end()) return;
@@ -191,7 +206,7 @@ private:
             }
             cta_barrier();
             // This is redundant after the last tile, but a branch would split the code that the compiler interleaves.
-            add_tile(rows, column, 0, [&] {
+            add_tile(rows, tiles, column, 0, [&] {
                 if constexpr (kSecondEarly) tiles.begin_second(next, passing(0));
                 if constexpr (kFirstEarly) tiles.begin_first(next, passing(0));
             });
@@ -216,7 +231,7 @@ private:
             cta_barrier();
             next = walk.next(column);
             begin_tile(next, stage == 0 ? kStages - 1 : stage - 1);
-            add_tile(rows, column, stage, [] {});
+            add_tile(rows, tiles, column, stage, [] {});
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
         copy_async_wait<0>();
@@ -224,11 +239,13 @@ private:
     }
 
     template <class BeginNext>
-    FA_DEVICE void add_tile(GradientRows& rows, int column, int stage, BeginNext begin_next) const {
+    FA_DEVICE void add_tile(GradientRows& rows, const PassingTiles& tiles, int column, int stage,
+                            BeginNext begin_next) const {
         const TileKind kind = rows.kind_of(column);
         const uint32_t tile = passing(stage);
         if (kind == TileKind::kSkipped) return begin_next();
-        rows.add_tile(tile, PassingTiles::second_of(tile), PassingTiles::stats_of(tile), column, kind, begin_next);
+        rows.add_tile(tile, PassingTiles::second_of(tile), PassingTiles::stats_of(tile), tiles.biases_of(tile), column, kind,
+                      begin_next);
     }
 
     enum class Kind { kQueries, kGradients, kKeys, kValues };

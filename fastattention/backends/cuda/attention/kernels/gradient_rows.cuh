@@ -13,6 +13,7 @@
 
 #include FA_ARCH_HEADER
 
+#include "bias_tiles.cuh"
 #include "dropout.cuh"
 #include "epilogue.cuh"
 #include "hidden_pairs.cuh"
@@ -49,6 +50,7 @@ struct QueryStats {
 class GradientRows {
 public:
     using Scores = float[kSteps][kTileN / 8][Arch::kElements];
+    using Biases = BiasTiles<Arch, kRowsAreKeys ? kTileN : kWarpRows, kRowsAreKeys ? kWarpRows : kTileN, kWarps>;
 
     // mask: the mask of these rows, which may be keys (mask_of_rows); last_row: the CTA's last row that exists.
     FA_DEVICE GradientRows(const BackwardParams& params, const Work& work, const BasicTileRange<int>& mask, int last_row)
@@ -88,11 +90,16 @@ public:
     // Adds a tile of what the rows see, starting at `column`: its vectors, and stats if they are queries, are in shared
     // memory. Calls begin_next when registers have become free.
     template <class BeginNext>
-    FA_DEVICE void add_tile(uint32_t first, uint32_t second, uint32_t stats, int column, TileKind kind,
-                            BeginNext begin_next) {
+    FA_DEVICE void add_tile(uint32_t first, uint32_t second, uint32_t stats, const StagedBiases& biases, int column,
+                            TileKind kind, BeginNext begin_next) {
         Scores weights = {}, slopes;
+        if constexpr (kStartsFromAlibi) start_from_alibi(weights, column);
         Arch::multiply_rows(weights, first_, first);
-        find_weights(weights, slopes, stats, column);
+        if (kStagesBias && biases.exist) {
+            find_weights<kStagesBias>(weights, slopes, biases, stats, column);
+        } else {
+            find_weights<false>(weights, slopes, biases, stats, column);
+        }
         if (kind != TileKind::kFull)
             apply_mask<Arch>(weights, mask_, column, 0.0f, [&](int step, int which) {
                 return opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which);
@@ -175,7 +182,7 @@ private:
 
     FA_DEVICE QueryStats stats_of_column(uint32_t stats, int column, int at) const {
         QueryStats result = load_stats<kTileN>(stats + at * 4);
-        if constexpr (kModifiesScores)
+        if constexpr (kModifiesScores && !kStartsFromAlibi)
             result.row =
                 score_row(p_, work_.batch, head_, slope_, smaller(column + at, num_columns() - 1), num_columns(), num_rows());
         return result;
@@ -183,7 +190,7 @@ private:
 
     FA_DEVICE QueryStats stats_of_row(int step, int which) const {
         QueryStats result = load_stats<kTileM>(stats_shared_ + (step * Arch::kStepRows + Arch::row(which)) * 4);
-        if constexpr (kModifiesScores)
+        if constexpr (kModifiesScores && !kStartsFromAlibi)
             result.row =
                 score_row(p_, work_.batch, head_, slope_, smaller(row_of(step, which), last_row_), num_rows(), num_columns());
         return result;
@@ -199,9 +206,30 @@ private:
         return result;
     }
 
+    // Rows and columns of a lane differ from its first by constants, and so do distances.
+    FA_DEVICE void start_from_alibi(Scores& scores, int column) const {
+        constexpr int kSign = kRowsAreKeys ? 1 : -1;
+        const int first = kSign * (row_of(0, 0) - column - Arch::score_column(0, 0) - (num_rows() - num_columns()));
+        const float first_distance = static_cast<float>(first);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) {
+                    const int down = step * Arch::kStepRows + Arch::row(Arch::row_of_element(i)) - Arch::row(0);
+                    const int right = Arch::score_column(n, i) - Arch::score_column(0, 0);
+                    scores[step][n][i] = alibi_of(slope_, first_distance + static_cast<float>(kSign * (down - right)));
+                }
+    }
+
     // Turns products into weights. An exponent is above 0 only by rounding, which is much where lse is large. slopes: the
     // derivatives of capped scores by products times softmax_scale.
-    FA_DEVICE void find_weights(Scores& weights, Scores& slopes, uint32_t stats, int column) const {
+    template <bool kBiasesAreStaged>
+    FA_DEVICE void find_weights(Scores& weights, Scores& slopes, const StagedBiases& biases, uint32_t stats,
+                                int column) const {
+        uint32_t pairs[kBiasesAreStaged ? kSteps : 1][kBiasesAreStaged ? kTileN / 8 : 2][2];
+        if constexpr (kBiasesAreStaged) biases.load<kRowsAreKeys>(pairs);
         const ScoreRule rule(p_);
         const float factor = rule.factor(), left_out = rule.left_out() * kUnit;
         const int num_keys = kRowsAreKeys ? num_rows() : num_columns();
@@ -210,9 +238,15 @@ private:
             const float mapped = rule.mapped(x), lse = query.lse - left_out;
             float above = multiply_add(mapped, factor, -lse);
             if constexpr (!kScoresAreMultiples) {
+                float bias;
+                if constexpr (kBiasesAreStaged) {
+                    const uint32_t pair = pairs[step][n][Arch::row_of_element(i)];
+                    bias = Element::widen(static_cast<uint16_t>(pair >> 16 * Arch::column_of_element(i)));
+                } else {
+                    bias = bias_of(p_, query.row, key, key < num_keys);
+                }
                 const float distance = static_cast<float>(key - query.row.diagonal);
-                const float added = alibi_of(query.row, distance) + bias_of(p_, query.row, key, key < num_keys);
-                above = multiply_add(mapped, factor, added) - lse;
+                above = multiply_add(mapped, factor, alibi_of(query.row.slope, distance) + bias) - lse;
             }
             x = exp2_approximate(at_most_zero(above) * kLog2OfMax);
             if constexpr (kHasBias) x *= query.share;

@@ -27,11 +27,12 @@ class KeyLoop {
     using KeyCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddim, kLooksAhead>;
     using ValueCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddimV, kLooksAhead>;
     using ScalesCopy = TileScales<Arch, Team>;
+    using Biases = WarpRows::Biases;
     static constexpr int kValueBytes = kValuesInKeys ? 0 : ValueCopy::kBytes;
 
 public:
     static constexpr int kQueryBytes = QueryCopy::kBytes;
-    static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + kValueBytes + ScalesCopy::kBytes);
+    static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + kValueBytes + ScalesCopy::kBytes + Biases::kBytes);
 
     // q_shared: memory for the CTA's queries, starting at row first_row; kv_shared: memory for the team's keys and values;
     // exchange: memory of kExchangeBytes; tiles: at least one tile of keys. The constructor starts the first copies.
@@ -41,6 +42,8 @@ public:
           k_copy_(from.k),
           v_copy_(from.v),
           scales_copy_(from),
+          biases_(from.bias, row_warp()),
+          first_warp_row_(first_row + first_warp_row()),
           q_shared_(q_shared),
           kv_shared_(kv_shared),
           exchange_(exchange),
@@ -95,7 +98,7 @@ private:
                 WarpRows::Scores scores = {};
                 rows.multiply_queries(scores, k_shared(stage), key);
                 const LaneScales scales(scales_shared(stage));
-                rows.prepare_scores(scores, scales, key, kind);
+                rows.prepare_scores(scores, scales, biases_of(stage), key, kind);
                 if constexpr (kColumnWarps > 1) {
                     rows.exchange_probabilities(scores, scales, key, exchange_);
                     rows.accumulate_exchanged(exchange_, v_shared(stage));
@@ -145,7 +148,7 @@ private:
                     arrive(v_copy_, v_shared(0));
                 }
                 const LaneScales scales(scales_shared(0));
-                rows.prepare_scores(scores, scales, key, kind);
+                rows.prepare_scores(scores, scales, {}, key, kind);
                 wait_for(v_copy_, v_shared(0));
                 rows.exchange_probabilities(scores, scales, key, exchange_);
                 if (more) begin_keys(next);
@@ -156,7 +159,7 @@ private:
                 if (more) begin_keys(next);
                 if (kind != TileKind::kSkipped) {
                     const LaneScales scales(scales_shared(0));
-                    rows.prepare_scores(scores, scales, key, kind);
+                    rows.prepare_scores(scores, scales, biases_of(0), key, kind);
                     rows.accumulate_values(scores, scales, key, v_shared(0));
                 }
             }
@@ -185,6 +188,7 @@ private:
             v_copy_.begin(key, v_shared(stage));
             look_ahead(v_copy_, key);
         }
+        biases_.begin(first_warp_row_, key, biases_shared(stage));
         scales_copy_.begin(key, scales_shared(stage));
         look_ahead(scales_copy_, key);
     }
@@ -220,11 +224,15 @@ private:
     FA_DEVICE uint32_t scales_shared(int stage) const {
         return k_shared(kStages) + kStages * kValueBytes + stage * ScalesCopy::kBytes;
     }
+    FA_DEVICE uint32_t biases_shared(int stage) const { return scales_shared(kStages) + stage * Biases::kBytes; }
+    FA_DEVICE StagedBiases biases_of(int stage) const { return biases_.of_warp(biases_shared(stage)); }
 
     QueryCopy q_copy_;
     KeyCopy k_copy_;
     ValueCopy v_copy_;
     ScalesCopy scales_copy_;
+    const Biases biases_;
+    const int first_warp_row_;
     const uint32_t q_shared_, kv_shared_, exchange_;
     TileWalk tiles_;
     const FullKeys full_;

@@ -18,15 +18,20 @@ constexpr float kUnit = kNaturalScores ? 1.0f : kLog2E;  // factor from natural 
 constexpr float kLog2OfMax = kNaturalScores ? kLog2E : 1.0f;
 constexpr float kNaturalOfMax = kNaturalScores ? 1.0f : kLn2;
 
+// Whether products are added to ALiBi, instead of ALiBi to scores, which costs an addition and a multiplication for each.
+// Nothing else may happen to products before.
+constexpr bool kStartsFromAlibi = kHasAlibi && !kSoftcaps && !kNaturalScores && !kInt8Products && !kQuantized;
+
 // Whether scores are a number times what `mapped` returns. The softmax multiplies by it in passing.
-constexpr bool kScoresAreMultiples = !kHasAlibi && !kNaturalScores;
+constexpr bool kScoresAreMultiples = !kNaturalScores && (!kHasAlibi || kStartsFromAlibi);
 
 // The factor of what was accumulated relative to a lower maximum.
 FA_DEVICE float rescaling(float old_max, float new_max) {
     return exp2_approximate((old_max - shift_of(new_max)) * kLog2OfMax);
 }
 
-// Scores are factor() * mapped(product) + ALiBi + bias + kUnit * left_out(). What is left out is the same for all keys.
+// Scores are factor() * mapped(product) + ALiBi + bias + kUnit * left_out(). What is left out is the same for all keys. Where
+// kStartsFromAlibi, the product has ALiBi in it.
 class ScoreRule {
 public:
     FA_DEVICE explicit ScoreRule(const AttentionParams& p) : p_(p) {}
@@ -59,13 +64,14 @@ private:
 // What is added to the scores of one row, a query token of a query head.
 struct ScoreRow {
     const char* bias;  // bias of key 0
-    float slope;       // ALiBi slope in the unit of scores, negative
+    float slope;       // ALiBi slope in the unit of what it is added to, negative
     int diagonal;      // the key from which ALiBi measures the distance
 };
 
 FA_DEVICE float alibi_slope(const AttentionParams& p, int batch, int head) {
     if constexpr (!kHasAlibi) return 0.0f;
-    return p.alibi_slopes[batch * p.alibi_stride_batch + head] * -kUnit;
+    const float slope = p.alibi_slopes[batch * p.alibi_stride_batch + head];
+    return kStartsFromAlibi ? slope / -p.softmax_scale : slope * -kUnit;
 }
 
 // token: of a sequence with seqlen_q queries and seqlen_k keys.
@@ -81,9 +87,9 @@ FA_DEVICE ScoreRow score_row(const AttentionParams& p, int batch, int head, floa
 }
 
 // distance: of a key from the diagonal, of either sign.
-FA_DEVICE float alibi_of(const ScoreRow& row, float distance) {
+FA_DEVICE float alibi_of(float slope, float distance) {
     if constexpr (!kHasAlibi) return 0.0f;
-    return row.slope * magnitude(distance);
+    return slope * magnitude(distance);
 }
 
 // 0 for keys that do not exist.
@@ -95,8 +101,9 @@ FA_DEVICE float bias_of(const AttentionParams& p, const ScoreRow& row, int key, 
                            : Element::widen(reinterpret_cast<const uint16_t*>(row.bias)[offset]);
 }
 
-// How the biases of a row are read: one at a time, or two neighbours at once, of 16 or 32 bits each.
-enum class BiasLoads { kEach, kPairs, kFloatPairs };
+// How the biases of a row are read: one at a time, or two neighbours at once, of 16 or 32 bits each. kStaged: two of 16 bits
+// from shared memory (bias_tiles.cuh).
+enum class BiasLoads { kEach, kPairs, kFloatPairs, kStaged };
 
 // Neighbours are read at once where they lie so, and where all keys before end_key exist in the bias.
 FA_DEVICE BiasLoads bias_loads(const AttentionParams& p, int end_key) {
@@ -106,13 +113,16 @@ FA_DEVICE BiasLoads bias_loads(const AttentionParams& p, int end_key) {
     return p.bias_is_float ? BiasLoads::kFloatPairs : BiasLoads::kPairs;
 }
 
-// The biases of `key` and its neighbour.
+FA_DEVICE void widen_biases(uint32_t pair, float (&biases)[2]) {
+    biases[0] = Element::widen(static_cast<uint16_t>(pair));
+    biases[1] = Element::widen(static_cast<uint16_t>(pair >> 16));
+}
+
+// The biases of `key` and its neighbour, from global memory.
 template <BiasLoads kLoads>
 FA_DEVICE void read_biases(const AttentionParams& p, const ScoreRow& row, int key, int num_keys, float (&biases)[2]) {
     if constexpr (kLoads == BiasLoads::kPairs) {
-        const uint32_t pair = load_global_32(row.bias + key * 2);
-        biases[0] = Element::widen(static_cast<uint16_t>(pair));
-        biases[1] = Element::widen(static_cast<uint16_t>(pair >> 16));
+        widen_biases(load_global_32(row.bias + key * 2), biases);
     } else if constexpr (kLoads == BiasLoads::kFloatPairs) {
         const Words2 pair = load_global_64(row.bias + key * 4);
         biases[0] = as_float(pair.word[0]);

@@ -1,6 +1,7 @@
 // The query rows of a warp: their scores, softmax and results, all in registers.
 #pragma once
 
+#include "bias_tiles.cuh"
 #include "epilogue.cuh"
 #include "hidden_pairs.cuh"
 #include "mask.cuh"
@@ -21,14 +22,16 @@ static_assert(!kInt8Products || Config::keys_of_scale % kTileN == 0, "a tile has
 // Rows of the output, in 16 bits, are staged in the shared memory of the queries.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
 
-// The first row of this warp among those of the CTA.
-FA_DEVICE int first_warp_row() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps * kWarpRows; }
+// Which of the warps this is that share out the rows, and its first row among those of the CTA.
+FA_DEVICE int row_warp() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps; }
+FA_DEVICE int first_warp_row() { return row_warp() * kWarpRows; }
 
 // kSteps x Arch::kStepRows rows. They share only the tiles in shared memory with other warps.
 class WarpRows {
 public:
     using Softmax = OnlineSoftmax<kSteps>;
     using Scores = Softmax::Scores;
+    using Biases = BiasTiles<Arch, kWarpRows, kTileN, kRowWarps>;
 
     // last_row: the CTA's last row that exists.
     FA_DEVICE WarpRows(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask, int last_row)
@@ -62,22 +65,24 @@ public:
         return kColumnWarps > 1 && kind == TileKind::kSkipped ? TileKind::kPartial : kind;
     }
 
-    // scores += q k^T for a tile of keys, the one at `key`.
+    // scores, which are zero, += q k^T for a tile of keys, the one at `key`.
     FA_DEVICE void multiply_queries(Scores& scores, uint32_t k_shared, int key) {
         if constexpr (kInt8Products) {
             key_scale_ = p_.k_scale[work_.batch * p_.k_scale_stride_batch + work_.kv_head * p_.k_scale_stride_head +
                                     key / Config::keys_of_scale];
             fill(scores, as_float(kInt8Origin));
         }
+        if constexpr (kStartsFromAlibi) start_from_alibi(scores, key + first_warp_key());
         Arch::multiply_rows(scores, queries_, k_shared);
     }
 
     // Everything up to the exponentials: score_mod, mask, and the running maxima of the online softmax.
-    FA_DEVICE void prepare_scores(Scores& scores, const LaneScales& scales, int tile_key, TileKind kind) {
+    FA_DEVICE void prepare_scores(Scores& scores, const LaneScales& scales, const StagedBiases& biases, int tile_key,
+                                  TileKind kind) {
         const int key = tile_key + first_warp_key();
         if constexpr (kQuantized) scale(scores, scales);
         if constexpr (kInt8Products) scale_products(scores);
-        if constexpr (kModifiesScores) score_mod(scores, key);
+        if constexpr (kModifiesScores && !kStartsFromAlibi) score_mod(scores, biases, key);
         if constexpr (kScoresAreMultiples) {
             if (softmax_.multiplies_first()) {
                 if constexpr (!kScoresHaveOrigin) softmax_.set_max_of_scores(rule_.factor());
@@ -283,18 +288,49 @@ private:
                 for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = scales.scaled_score(scores[step][n][i], n, i);
     }
 
-    FA_DEVICE void score_mod(Scores& scores, int key) const {
+    FA_DEVICE void start_from_alibi(Scores& scores, int key) const {
+        for_each_pair(key, [&](const ScoreRow& row, int, float distance, int step, int n, int i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) scores[step][n][i + j] = alibi_of(row.slope, distance + j);
+        });
+    }
+
+    FA_DEVICE void score_mod(Scores& scores, const StagedBiases& biases, int key) const {
+        if constexpr (kStagesBias) {
+            if (biases.exist) return modify<BiasLoads::kStaged>(scores, biases, key);
+        }
         if constexpr (kHasBias) {
             const BiasLoads loads = bias_loads(p_, key + kWarpKeys);
-            if (loads == BiasLoads::kPairs) return modify<BiasLoads::kPairs>(scores, key);
-            if (loads == BiasLoads::kFloatPairs) return modify<BiasLoads::kFloatPairs>(scores, key);
+            if (loads == BiasLoads::kPairs) return modify<BiasLoads::kPairs>(scores, biases, key);
+            if (loads == BiasLoads::kFloatPairs) return modify<BiasLoads::kFloatPairs>(scores, biases, key);
         }
-        modify<BiasLoads::kEach>(scores, key);
+        modify<BiasLoads::kEach>(scores, biases, key);
     }
 
     template <BiasLoads kLoads>
-    FA_DEVICE void modify(Scores& scores, int key) const {
+    FA_DEVICE void modify(Scores& scores, const StagedBiases& staged, int key) const {
         const float factor = rule_.factor();
+        for_each_pair(key, [&](const ScoreRow& row, int column, float distance, int step, int n, int i) {
+            float biases[2];
+            if constexpr (kLoads == BiasLoads::kStaged) {
+                widen_biases(staged.pair(step * Arch::kStepRows + Arch::row(Arch::row_of_element(i)), column), biases);
+            } else {
+                read_biases<kLoads>(p_, row, key + column, mask_.seqlen_k, biases);
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float& s = scores[step][n][i + j];
+                s = rule_.mapped(s);
+                if constexpr (!kScoresAreMultiples)
+                    s = multiply_add(s, factor, alibi_of(row.slope, distance + j) + biases[j]);
+            }
+        });
+    }
+
+    // Calls visit(row, column, distance, step, n, i) for each two neighbours of a row of scores: the column of the first in the
+    // tile at `key`, and its distance from the diagonal, which only calls with ALiBi need.
+    template <class Visit>
+    FA_DEVICE void for_each_pair(int key, Visit visit) const {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -309,19 +345,10 @@ private:
 #pragma unroll
                 for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
-                    for (int i = 0; i < Arch::kElements; i += 2)  // neighbours in a row
+                    for (int i = 0; i < Arch::kElements; i += 2)
                         if (Arch::row_of_element(i) == which) {
                             const int column = Arch::score_column(n, i);
-                            const float distance = first_distance + static_cast<float>(column - first);
-                            float biases[2];
-                            read_biases<kLoads>(p_, row, key + column, mask_.seqlen_k, biases);
-#pragma unroll
-                            for (int j = 0; j < 2; ++j) {
-                                float& s = scores[step][n][i + j];
-                                s = rule_.mapped(s);
-                                if constexpr (!kScoresAreMultiples)
-                                    s = multiply_add(s, factor, alibi_of(row, distance + j) + biases[j]);
-                            }
+                            visit(row, column, first_distance + static_cast<float>(column - first), step, n, i);
                         }
             }
     }

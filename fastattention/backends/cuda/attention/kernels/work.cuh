@@ -121,19 +121,33 @@ FA_DEVICE SourceRows<float, kPaged> value_scales(const AttentionParams& p, const
     return cache_rows(p, w, key_end, p.v_scale, p.v_scale_stride_batch, p.v_scale_stride_row, p.v_scale_stride_head, 1);
 }
 
+// The biases of a query head, a row for each query. base is null where they cannot be copied 16 bytes at a time.
+FA_DEVICE SourceRows<uint16_t, false> bias_rows(const AttentionParams& p, int batch, int head, int num_rows) {
+    const int64_t strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row | p.seqlen_k;
+    const bool aligned = reinterpret_cast<int64_t>(p.attn_bias) % 16 == 0 && strides % 8 == 0;
+    const bool fits = p.bias_stride_row == static_cast<int>(p.bias_stride_row);
+    if (p.bias_is_float || p.bias_stride_key != 1 || !aligned || !fits) return {nullptr, 0, 0, 0};
+    const int64_t first_row = first_token(p.cu_seqlens_q, batch) * p.bias_stride_row;
+    const uint16_t* base =
+        static_cast<const uint16_t*>(p.attn_bias) + batch * p.bias_stride_batch + head * p.bias_stride_head + first_row;
+    return {base, static_cast<int>(p.bias_stride_row), num_rows, p.seqlen_k};
+}
+
 // The inputs of a tile of query rows.
 struct Sources {
     SourceRows<uint16_t, kGroupedRows> q;
     SourceRows<CacheItem, kPaged> k, v;
     SourceRows<float, kPaged> k_scale, v_scale;  // only of a quantized cache
+    SourceRows<uint16_t, false> bias;              // only where tiles of it pass through shared memory
 };
 
 FA_DEVICE Sources sources_of(const AttentionParams& p, const Work& w, int num_rows, int key_end) {
-    Sources sources{query_rows(p, w, num_rows), key_rows(p, w, key_end), value_rows(p, w, key_end), {}, {}};
+    Sources sources{query_rows(p, w, num_rows), key_rows(p, w, key_end), value_rows(p, w, key_end), {}, {}, {}};
     if constexpr (kQuantized) {
         sources.k_scale = key_scales(p, w, key_end);
         sources.v_scale = value_scales(p, w, key_end);
     }
+    if constexpr (kStagesBias) sources.bias = bias_rows(p, w.batch, w.head, num_rows);
     return sources;
 }
 

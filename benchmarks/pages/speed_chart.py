@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from .chart import Bar, Chart, Group
 from .results import Result
+from .whole_models import OURS
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float32")
+AVX2_PREFILL, AVX2_DECODE = "isa_avx2", "xeon_amx/isa_avx2_decode"
 
 
 def build() -> str:
@@ -16,7 +19,14 @@ def build() -> str:
         "How much faster than PyTorch's attention?",
         "Speed relative to the same call of scaled_dot_product_attention (SDPA), logarithmic scale",
         (0.25, 0.5, 1, 2, 4, 8, 16),
-        (_cpu(), _gpu_prefill(), _gpu_decode()),
+        (
+            _cpu("CPU, AVX-512", "prefill", "decode"),
+            _cpu("CPU, AMX", "xeon_amx/prefill", "xeon_amx/decode", "overhead"),
+            _cpu("CPU, AVX2 alone", AVX2_PREFILL, AVX2_DECODE),
+            _gpu_prefill(),
+            _gpu_decode(),
+            _whole_models(),
+        ),
         (
             "Prefill is causal with heads of 128. Decode is one query a sequence, heads of 128.",
             "The path for Turing was run on the H200. No V100, T4, P100 or Ascend NPU has been measured.",
@@ -25,24 +35,42 @@ def build() -> str:
     ).svg()
 
 
-def _cpu() -> Group:
-    prefill, decode, overhead = Result.load("prefill"), Result.load("decode"), Result.load("overhead")
+def _cpu(heading: str, prefill: str, decode: str, overhead: str | None = None) -> Group:
+    """Arguments name results; the prefill on AVX2 has no bfloat16."""
+    of_prefill, of_decode = Result.load(prefill), Result.load(decode)
     bars = [
         Bar(
             "Prefill",
             f"{dtype}, 4K tokens",
-            _speedup(prefill, f"prefill {dtype}, 4096 tokens, 16 heads of 128, causal"),
+            _speedup(of_prefill, f"prefill {dtype}, 4096 tokens, 16 heads of 128, causal"),
         )
-        for dtype in DTYPES
+        for dtype in (DTYPES if prefill != AVX2_PREFILL else DTYPES[1:])
     ]
     bars += [
-        Bar("Decode", f"{dtype}, 16K keys", _speedup(decode, f"decode {dtype}, 16384 keys, 32 heads of 128"))
+        Bar("Decode", f"{dtype}, 16K keys", _speedup(of_decode, f"decode {dtype}, 16384 keys, 32 heads of 128"))
         for dtype in DTYPES
     ]
-    bars.append(
-        Bar("Overhead", "float32, a single token", _speedup(overhead, "prefill float32, 1 tokens, 1 heads of 64"))
-    )
-    return Group("CPU", f"{prefill.processor}", bars)
+    if overhead is not None:
+        label = "prefill float32, 1 tokens, 1 heads of 64"
+        bars.append(Bar("Overhead", "float32, a single token", _speedup(Result.load(overhead), label)))
+    both = "both of these, without newer instructions"
+    return Group(heading, both if prefill == AVX2_PREFILL else of_prefill.processor, bars)
+
+
+def _whole_models() -> Group:
+    """Models of Transformers, whose other layers take time too, against their attention by SDPA."""
+    on_gpu = Result.load("h100/model_llama-3-8b")
+    figures = next(row["figures"] for row in on_gpu.data["rows"] if (row["batch_size"], row["seqlen"]) == (1, 8192))
+    bars = [
+        Bar(label, f"{on_gpu.gpu}, LLaMA-3-8B, 8K tokens", median(figures["sdpa"][key]) / median(figures[OURS][key]))
+        for label, key in (("Prefill", "prefill"), ("Decode", "graphed_decode"))
+    ]
+    for name in ("decode_in_model", "xeon_amx/decode_in_model"):
+        result = Result.load(name)
+        row = next(row for row in result.data["rows"] if (row["dtype"], row["keys"]) == ("bfloat16", 16384))
+        taken = row["seconds"]
+        bars.append(Bar("Decode", f"{result.processor}, 16K keys", taken["sdpa"] / taken[OURS]))
+    return Group("Whole models", "Transformers, bfloat16", bars)
 
 
 def _speedup(result: Result, label: str) -> float:

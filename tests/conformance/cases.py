@@ -90,6 +90,14 @@ TILES = [
     # The last tile of rows that share a key head is not full, and results of several CTAs are merged.
     KvCacheCase(name=f"tiles-{d}-heads-{h}-of-1", cache_seqlens=(1500, 700), nheads=h, nheads_k=1, headdim=d)
     for d, h in ((256, 100), (256, 20))
+] + [
+    # So do gradients with a softcap, and biases, of which whole tiles are copied.
+    DenseCase(name="tiles-64-softcap", seqlen_q=101, seqlen_k=83, headdim=64, nheads=1, nheads_k=1, batch_size=1,
+              softcap=5.0)
+] + [
+    DenseCase(name=f"tiles-{d}-bias", seqlen_q=101, seqlen_k=88, headdim=d, nheads=1, nheads_k=1, batch_size=1,
+              bias=Bias("bhqk", dtype_of_q=True))
+    for d in (64, 96, 128, 192, 256)
 ]  # fmt: skip
 
 # There are enough queries for kernels to take tiles for long sequences. Few keys keep the list quick.

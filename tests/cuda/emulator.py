@@ -22,7 +22,7 @@ from fastattention import files
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, AttentionConfig, BackwardConfig, MergeConfig
+from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, AttentionConfig, MergeConfig
 from fastattention.backends.cuda.attention.launches import Launches
 from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
 from fastattention.backends.cuda.attention.scratch import Scratch
@@ -388,13 +388,8 @@ def rules_of(config: AttentionConfig) -> tuple[bool, ...]:
     return config.softcaps, config.has_alibi, config.has_bias
 
 
-def path_of(variant: Variant) -> tuple[Variant, bool]:
-    """A kernel without its rules of scores, and whether these may choose other tiles.
-
-    Rules are the same code in every tile: a test of all tiles need not have all rules.
-    """
+def path_of(variant: Variant) -> Variant:
+    """A kernel without its rules of scores, which are the same code in every tile: tests of tiles need one of them."""
     if not isinstance(variant, AttentionConfig):
-        return variant, False
-    plain = dataclasses.replace(variant, softcaps=False, has_alibi=False, has_bias=False)
-    softcap_chooses = isinstance(variant, BackwardConfig) and variant.softcaps
-    return plain, softcap_chooses or variant.has_alibi or variant.has_bias
+        return variant
+    return dataclasses.replace(variant, softcaps=False, has_alibi=False, has_bias=False)

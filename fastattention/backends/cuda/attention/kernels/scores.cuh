@@ -18,8 +18,8 @@ constexpr float kUnit = kNaturalScores ? 1.0f : kLog2E;  // factor from natural 
 constexpr float kLog2OfMax = kNaturalScores ? kLog2E : 1.0f;
 constexpr float kNaturalOfMax = kNaturalScores ? 1.0f : kLn2;
 
-// Whether products are added to ALiBi, instead of ALiBi to scores, which costs an addition and a multiplication for each.
-// Nothing else may happen to products before.
+// Whether products start from ALiBi. Added afterwards it would cost a multiplication more, and scores would be no multiples of
+// sums. Nothing else may happen to products before.
 constexpr bool kStartsFromAlibi = kHasAlibi && !kSoftcaps && !kNaturalScores && !kInt8Products && !kQuantized;
 
 // Whether scores are a number times what `mapped` returns. The softmax multiplies by it in passing.

@@ -104,9 +104,8 @@ def measure(device: str, seqlen: int, hidden: int, headdim: int) -> dict[str, An
             # FlexAttention has no backward on CPUs.
             if device != "cpu" or who != "flex":
                 calls[f"{who} {rule} with gradients"] = with_gradients(forward, q, k, v, grad=grad)
-            for name in (f"{who} {rule}", f"{who} {rule} with gradients"):
-                if name in calls:
-                    calls[name]()
+    for call in calls.values():
+        call()
     timed = median_seconds(calls, CPU_SECONDS) if device == "cpu" else interleaved_on_device(calls, GPU_ROUNDS)
     return {"headdim": headdim, "nheads": nheads, "seconds": timed}
 

@@ -91,7 +91,7 @@ TILES = [
     KvCacheCase(name=f"tiles-{d}-heads-{h}-of-1", cache_seqlens=(1500, 700), nheads=h, nheads_k=1, headdim=d)
     for d, h in ((256, 100), (256, 20))
 ] + [
-    # So do gradients with a softcap, and biases, of which whole tiles are copied.
+    # Gradients with a softcap, and calls with a bias, take tiles of their own. Whole tiles of biases are copied.
     DenseCase(name="tiles-64-softcap", seqlen_q=101, seqlen_k=83, headdim=64, nheads=1, nheads_k=1, batch_size=1,
               softcap=5.0)
 ] + [

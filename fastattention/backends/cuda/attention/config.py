@@ -56,7 +56,7 @@ class AttentionConfig(TileVariant):
     @property
     def stages_bias(self) -> bool:
         """Whether tiles of biases pass through shared memory (kernels/bias_tiles.cuh)."""
-        raise NotImplementedError
+        return self.has_bias and self.arch >= 80
 
     @property
     def value_columns(self) -> int:
@@ -158,7 +158,7 @@ class KernelConfig(CacheFormat, AttentionConfig):
     @property
     def stages_bias(self) -> bool:
         """Whether tiles of biases pass through shared memory: not of few rows, which are bound by memory."""
-        return self.has_bias and self.arch >= 80 and not self.decodes and self.column_warps == 1
+        return super().stages_bias and not self.decodes and self.column_warps == 1
 
     @property
     def stream_tile(self) -> int:
@@ -252,11 +252,6 @@ class BackwardConfig(PlainTiles, AttentionConfig):
             queries, keys = (self.tile_n, self.warp_rows) if self.rows_are_keys else (self.warp_rows, self.tile_n)
             tile += self.num_warps * self.tile_bytes(queries, keys)
         return self.tile_m * (rows + of_row) + self.num_stages * tile + self.block_list_bytes
-
-    @property
-    def stages_bias(self) -> bool:
-        """Whether tiles of biases pass through shared memory."""
-        return self.has_bias and self.arch >= 80
 
     @property
     def accumulators(self) -> int:

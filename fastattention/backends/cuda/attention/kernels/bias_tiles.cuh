@@ -13,7 +13,7 @@ struct StagedBiases {
     int pitch;    // bytes between rows, which is 0 where all rows are the same
     bool exist;
 
-    // Those of two neighbouring keys.
+    // The biases of two neighbouring keys.
     FA_DEVICE uint32_t pair(int query, int key) const { return load_shared_32(at + query * pitch + key * 2); }
 
     // pairs[step][n][which]: the biases of a lane's scores, as they lie in fragments of 16 rows. kRowsAreKeys: rows of scores

@@ -22,7 +22,8 @@ from fastattention import files
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.attention.backend import CudaBackend
-from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, AttentionConfig, MergeConfig
+from fastattention.backends.cuda.attention.backward import query_sums_shape
+from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, AttentionConfig, BackwardConfig, MergeConfig
 from fastattention.backends.cuda.attention.launches import Launches
 from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
 from fastattention.backends.cuda.attention.scratch import Scratch
@@ -203,8 +204,8 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
     return [part for part in ranges if part.bytes > 0]
 
 
-def ranges_of_backward(params: Params, problem: Problem) -> list[Range]:
-    """The memory that a backward may access: the tensors of the call, the gradient of out, and contiguous gradients."""
+def ranges_of_backward(params: Params, problem: Problem, variant: Variant) -> list[Range]:
+    """The memory that a backward may access: the tensors of the call, the gradient of out, sums, contiguous gradients."""
     call = params.call
     ranges = ranges_of(call, problem, 0)
     tokens_q = problem.total_q if problem.layout is Layout.VARLEN else problem.batch_size * problem.seqlen_q
@@ -219,6 +220,8 @@ def ranges_of_backward(params: Params, problem: Problem) -> list[Range]:
     ):
         if address:
             ranges.append(Range(address, 2 * tokens * heads * columns))
+    if isinstance(variant, BackwardConfig) and variant.sums_queries:
+        ranges.append(Range(params.query_sums, 4 * math.prod(query_sums_shape(problem, variant))))
     return ranges
 
 
@@ -321,7 +324,7 @@ class EmulatedCudaBackend(CudaBackend):
 
     def _emulate(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem, num_slots: int) -> None:
         if isinstance(params, BackwardParams):
-            ranges = ranges_of_backward(params, problem)
+            ranges = ranges_of_backward(params, problem, step.variant)
         elif isinstance(params, QuantizeParams):
             assert isinstance(problem, Problem)
             ranges = ranges_of_quantize(params, problem)

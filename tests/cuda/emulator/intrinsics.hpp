@@ -94,6 +94,15 @@ FA_DEVICE Words2 load_written_64(const void* address) {
 }
 FA_DEVICE Words4 load_written_128(const void* address) { return load_global_128(address); }
 FA_DEVICE Words4 load_written_128(const void* address, bool valid) { return valid ? load_global_128(address) : Words4{}; }
+FA_DEVICE void add_global_32(float* address, float x) {
+    emulator::check_global(address, 4, "adds", true);
+    *address += x;
+}
+constexpr bool kAddsFour = true;
+FA_DEVICE void add_global_128(float* address, const float (&x)[4]) {
+    emulator::check_global(address, 16, "adds", true);
+    for (int i = 0; i < 4; ++i) address[i] += x[i];
+}
 FA_DEVICE void memory_fence() {}
 FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
     const bool is_last = *counter == count - 1;

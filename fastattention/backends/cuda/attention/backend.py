@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -123,6 +124,8 @@ class CudaBackend(AttentionBackend):
         self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
     ) -> dict[str, Tensor]:
         """A launch of delta.cuh, then of backward.cuh for keys and values, or for each, and for queries."""
+        if torch.are_deterministic_algorithms_enabled() and not problem.deterministic:
+            problem = replace(problem, deterministic=True)
         launches = self._backward_launches.get(problem)
         if launches is None:
             limits = self._limits(problem)

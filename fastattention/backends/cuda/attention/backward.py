@@ -34,10 +34,14 @@ def why_not_widths(problem: Problem) -> str | None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One launch of backward.cuh, with the fields of AttentionParams that depend on its rows."""
+    """One launch of backward.cuh, with the fields of AttentionParams that depend on its rows.
+
+    rounding: the launch after it, where it sums gradients of queries
+    """
 
     config: BackwardConfig
     launch: KernelLaunch
+    rounding: KernelLaunch | None
     num_m_tiles: int
     heads_per_l2_wave: int
 
@@ -65,7 +69,11 @@ def choose_backward_launches(problem: Problem, arch: int, limits: Limits) -> Bac
         heads_together = key_heads_per_l2_wave(problem, tokens, limits) * heads // problem.nheads_k
         num_m_tiles = -(-rows // config.tile_m)
         num_ctas = num_m_tiles * heads * problem.batch_size * config.num_value_parts
-        passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), num_m_tiles, heads_together))
+        rounding = None
+        if config.sums_queries:
+            warps = problem.batch_size * problem.nheads * -(-problem.seqlen_q // config.step_rows)
+            rounding = KernelLaunch(config, 1, -(-warps // config.num_warps))
+        passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), rounding, num_m_tiles, heads_together))
     delta_launch = KernelLaunch(delta, 0, -(-math.prod(problem.lse_shape) // delta.rows_of_cta))
     return BackwardLaunches(dtype, delta_launch, tuple(passes), BoundedDict())
 
@@ -97,7 +105,8 @@ def differentiate(
     stats = (torch.zeros if is_empty else torch.empty)(3, *problem.lse_shape, dtype=torch.float32, device=out.device)
     if not is_empty:
         call = AttentionOutput(out, result.lse), OutputGradients(grad_out, grad_lse)
-        _launch(launches, _params(launches, problem, given, *call, stats, found), launcher)
+        sums = _query_sums(launches, problem)
+        _launch(launches, _params(launches, problem, given, *call, stats, sums, found), launcher)
     final = {name: _final(found[name], getattr(inputs, name), unit) for name in problem.grads if name in found}
     if "sinks" in problem.grads:
         assert inputs.sinks is not None
@@ -116,6 +125,7 @@ def _params(
     result: AttentionOutput,
     grads: OutputGradients,
     stats: Tensor,
+    query_sums: Tensor | None,
     found: dict[str, Tensor],
 ) -> Params:
     """Parameters that all kernels share, without those of a pass."""
@@ -135,12 +145,28 @@ def _params(
         "block_mask": inputs.block_mask, "tile_index": inputs.tile_index, "tile_bits": inputs.tile_bits,
     }  # fmt: skip
     gradients: dict[str, Tensor | None] = {f"grad_{name}": tensor for name, tensor in found.items()}
-    given = {"grad_out": grads.out, "grad_lse": grads.lse, "stats": stats}
+    given = {"grad_out": grads.out, "grad_lse": grads.lse, "stats": stats, "query_sums": query_sums}
     params = BackwardParams.make(template, **_addresses(gradients | given))
     call = params.call
     for name, address in _addresses(tensors).items():
         setattr(call, name, address)
     return params
+
+
+def _query_sums(launches: BackwardLaunches, problem: Problem) -> Tensor | None:
+    """Zeros, to which kernels add gradients of queries (kernels/query_sums.cuh)."""
+    shape = next((query_sums_shape(problem, step.config) for step in launches.passes if step.rounding), None)
+    return None if shape is None else torch.zeros(shape, dtype=torch.float32, device=problem.device)
+
+
+def query_sums_shape(problem: Problem, config: BackwardConfig) -> tuple[int, int, int]:
+    """Rows, heads and columns of the sums to which a kernel adds. Rows of a sequence are a multiple of step_rows."""
+    rows = config.step_rows
+    if problem.layout is Layout.VARLEN:
+        steps = problem.total_q // rows + problem.batch_size
+    else:
+        steps = problem.batch_size * -(-problem.seqlen_q // rows)
+    return steps * rows, problem.nheads, config.headdim
 
 
 def _addresses(tensors: dict[str, Tensor | None]) -> dict[str, int]:
@@ -153,6 +179,8 @@ def _launch(launches: BackwardLaunches, params: Params, launcher: Callable[[Kern
         if step.launch.num_ctas:
             params.call.num_m_tiles, params.call.heads_per_l2_wave = step.num_m_tiles, step.heads_per_l2_wave
             launcher(step.launch)(params)
+        if step.rounding is not None:
+            launcher(step.rounding)(params)
 
 
 def _unit_of(grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 from fastattention.attention.problem import Problem
@@ -21,6 +22,7 @@ from fastattention.backends.cuda.attention.heuristics import (
     score_rules,
     tiles_for,
 )
+from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import Limits
 
 
@@ -32,6 +34,7 @@ class _Tiles(NamedTuple):
     num_stages: int
     min_ctas: int
     num_value_parts: int = 1
+    column_warps: int = 1
     serves: frozenset[str] = EVERYTHING  # calls with more than this do better with another tile
 
 
@@ -50,6 +53,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 64, 64, 4, 2, 3),
             _Tiles("q", 64, 64, 4, 2, 2),
             _Tiles("q", 64, 32, 4, 2, 2),
+            _Tiles("qkv", 128, 32, 4, 2, 2),
         ),
         128: (
             _Tiles("kv", 64, 64, 4, 2, 2, serves=ALIBI | SOFTCAP),
@@ -60,6 +64,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 64, 64, 4, 1, 2),
             _Tiles("q", 64, 32, 4, 1, 2),
             _Tiles("q", 64, 32, 4, 1, 1),
+            _Tiles("qkv", 128, 64, 8, 2, 1, 1, 2),
+            _Tiles("qkv", 128, 64, 8, 1, 1, 1, 2),
         ),
         WIDEST_OF_A_WARP: (
             _Tiles("k", 64, 32, 4, 1, 1),
@@ -70,6 +76,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 128, 32, 8, 2, 1),
             _Tiles("q", 64, 32, 4, 1, 1),
             _Tiles("q", 32, 16, 2, 1, 1),
+            _Tiles("qkv", 64, 64, 8, 2, 1, 1, 2),
+            _Tiles("qkv", 64, 64, 8, 1, 1, 1, 2),
         ),
     },
     75: {
@@ -128,7 +136,10 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 
 
 def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[BackwardConfig]:
-    """The kernels that compute `problem.grads`. Raises CompileError when one does not fit the GPU."""
+    """The kernels that compute `problem.grads`. Raises CompileError when one does not fit the GPU.
+
+    Gradients of queries are summed in any order where that is faster, unless the problem is deterministic.
+    """
     columns = padded_headdims(problem.headdim, problem.headdim_v)
     rules, drops = score_rules(problem), problem.dropout_p > 0.0
     asked = demands(rules, drops)
@@ -152,5 +163,11 @@ def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[Backwar
         for tiles in sorted(tiles_for(_TILES[arch], columns), key=mixes)
         if asked <= tiles.serves
     ]
-    wanted = dict.fromkeys(config.gradients for config in configs if set(config.gradients) & set(problem.grads))
-    return [first_that_fits([config for config in configs if config.gradients == one], limits) for one in wanted]
+    wanted = set(problem.grads) & set("qkv")
+    in_any_order = [config for config in configs if config.sums_queries]
+    if in_any_order and wanted == set("qkv") and not problem.deterministic:
+        with contextlib.suppress(CompileError):
+            return [first_that_fits(in_any_order, limits)]
+    in_order = [config for config in configs if not config.sums_queries]
+    kinds = dict.fromkeys(config.gradients for config in in_order if wanted & set(config.gradients))
+    return [first_that_fits([config for config in in_order if config.gradients == kind], limits) for kind in kinds]

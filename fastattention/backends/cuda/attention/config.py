@@ -218,12 +218,27 @@ class BackwardConfig(PlainTiles, AttentionConfig):
     split_keys_across_warps: ClassVar = False
     source: ClassVar[str] = "backward.cuh"
 
-    gradients: str  # "q", "kv", "k" or "v"
+    gradients: str  # "q", "kv", "k" or "v"; "qkv" sums those of queries in memory, in any order
+    column_warps: int = 1  # warps with the same keys, which share out the columns of their gradients
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Its one function."""
-        return (Entry("fastattention_backward", self.num_warps, self.shared_bytes),)
+        """Its function, and where gradients of queries are summed, the one that rounds the sums."""
+        backward = Entry("fastattention_backward", self.num_warps, self.shared_bytes)
+        if not self.sums_queries:
+            return (backward,)
+        rounding = self.tile_bytes(self.num_warps * self.step_rows, self.headdim)
+        return backward, Entry("fastattention_round_queries", self.num_warps, rounding)
+
+    @property
+    def sums_queries(self) -> bool:
+        """Whether rows are keys, and gradients of queries are summed in memory (kernels/query_sums.cuh)."""
+        return self.gradients == "qkv"
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that share out the rows."""
+        return self.num_warps // self.column_warps
 
     @property
     def rows_are_keys(self) -> bool:
@@ -249,9 +264,11 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         of_row, of_column = (0, stats) if self.rows_are_keys else (stats, 0)
         tile = self.tile_n * (first + second + of_column)
         if self.stages_bias:
-            queries, keys = (self.tile_n, self.warp_rows) if self.rows_are_keys else (self.warp_rows, self.tile_n)
+            columns = self.tile_n // self.column_warps
+            queries, keys = (columns, self.warp_rows) if self.rows_are_keys else (self.warp_rows, columns)
             tile += self.num_warps * self.tile_bytes(queries, keys)
-        return self.tile_m * (rows + of_row) + self.num_stages * tile + self.block_list_bytes
+        exchanged = self.tile_bytes(self.tile_m, self.tile_n) * self.sums_queries * min(self.column_warps, 2)
+        return self.tile_m * (rows + of_row) + self.num_stages * tile + exchanged + self.block_list_bytes
 
     @property
     def accumulators(self) -> int:
@@ -260,7 +277,8 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         steps = self.warp_rows // facts.step_rows
         gradients = self.headdim * self.differentiates_scores + self.headdim_v * self.differentiates_values
         scores = self.tile_n * (1 + self.differentiates_scores + self.softcaps)
-        return steps * (gradients // self.num_value_parts + scores) // 8 * facts.elements
+        columns = gradients // self.num_value_parts + scores
+        return steps * columns // (8 * self.column_warps) * facts.elements
 
 
 def stored_columns(headdim: int) -> int:

@@ -1,9 +1,10 @@
 // Gradients of a tile of rows of one head. Either the rows are keys and values, and the kernel loops over the queries of all
 // heads that share them; or the rows are queries, and it loops over keys and values. Tiles are added in a fixed order, so
-// results are deterministic.
+// results are deterministic, unless the gradients of queries are summed in memory while rows are keys (query_sums.cuh).
 #pragma once
 
 #include "gradient_rows.cuh"
+#include "query_sums.cuh"
 
 namespace fastattention {
 
@@ -67,12 +68,13 @@ public:
           second_(second),
           stats_(stats),
           biases_(biases, warp_index()),
-          warp_row_(first_row + warp_index() * kWarpRows) {}
+          warp_row_(first_row + row_warp() * kWarpRows) {}
 
     FA_DEVICE void begin(int column, uint32_t to) {
         begin_first(column, to);
         begin_second(column, to);
-        biases_.begin(kRowsAreKeys ? column : warp_row_, kRowsAreKeys ? warp_row_ : column, biases_shared(to));
+        const int of_warp = column + first_warp_key();
+        biases_.begin(kRowsAreKeys ? of_warp : warp_row_, kRowsAreKeys ? warp_row_ : of_warp, biases_shared(to));
     }
 
     FA_DEVICE void begin_first(int column, uint32_t to) {
@@ -112,7 +114,7 @@ constexpr int kFirstBytes =
     kGradFirst || FirstRows::kBytes > kGradientOfValueBytes ? FirstRows::kBytes : kGradientOfValueBytes;
 constexpr int kSecondBytes = kGradFirst ? SecondRows::kBytes : 0;
 constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : RowStatsCopy::kBytes);
-static_assert(kRowBytes + kStages * PassingTiles::kBytes + TileWalk::kSharedBytes == Config::shared_bytes);
+static_assert(kRowBytes + kStages * PassingTiles::kBytes + kExchangedBytes + TileWalk::kSharedBytes == Config::shared_bytes);
 
 class BackwardTile {
 public:
@@ -243,9 +245,30 @@ private:
                             BeginNext begin_next) const {
         const TileKind kind = rows.kind_of(column);
         const uint32_t tile = passing(stage);
-        if (kind == TileKind::kSkipped) return begin_next();
-        rows.add_tile(tile, PassingTiles::second_of(tile), PassingTiles::stats_of(tile), tiles.biases_of(tile), column, kind,
-                      begin_next);
+        if (kind == TileKind::kSkipped && !kSumsQueries) return begin_next();
+        GradientRows::Scores weights = {}, grads = {};
+        const uint32_t second = PassingTiles::second_of(tile);
+        if (kind != TileKind::kSkipped)
+            rows.score(weights, grads, tile, second, PassingTiles::stats_of(tile), tiles.biases_of(tile), column, kind);
+        leave<Arch>(rows, weights, grads);
+        rows.accumulate(weights, grads, tile, second, exchange(), begin_next);
+        sum_queries<Arch>(rows, column);
+    }
+
+    // Leaves scores to the other warps. Templates, as not all architectures sum gradients of queries.
+    template <class Path>
+    FA_DEVICE void leave(const GradientRows& rows, const GradientRows::Scores& weights,
+                         const GradientRows::Scores& grads) const {
+        if constexpr (kSumsQueries) {
+            rows.template leave<Path>(weights, grads, exchange());
+            cta_barrier();
+        }
+    }
+
+    template <class Path>
+    FA_DEVICE void sum_queries(const GradientRows& rows, int column) const {
+        if constexpr (kSumsQueries)
+            add_to_queries<Path>(params_, work_.batch, rows.head(), column, mask_.seqlen_k, exchange(), shared_);
     }
 
     enum class Kind { kQueries, kGradients, kKeys, kValues };
@@ -282,6 +305,7 @@ private:
 
     FA_DEVICE uint32_t second_shared() const { return shared_ + kFirstBytes; }
     FA_DEVICE uint32_t passing(int stage) const { return shared_ + kRowBytes + stage * PassingTiles::kBytes; }
+    FA_DEVICE uint32_t exchange() const { return passing(kStages); }
 
     const BackwardParams& params_;
     const AttentionParams& p_;
@@ -319,4 +343,11 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattentio
     const BasicTileRange<int> mask = mask_of_rows(params.call, work.batch);
     if (work.m_tile * kTileM >= mask.seqlen_q) return;
     BackwardTile(params, work, mask).run();
+}
+
+// After fastattention_backward, where that sums gradients of queries.
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, 1)
+    fastattention_round_queries(FA_PARAMETER fastattention::BackwardParams params) {
+    using namespace fastattention;
+    if constexpr (kSumsQueries) round_queries<Arch>(params);
 }

@@ -26,18 +26,24 @@ namespace fastattention {
 constexpr bool kRowsAreKeys = Config::rows_are_keys;
 constexpr bool kGradFirst = Config::differentiates_scores;  // differentiates the rows' first vectors
 constexpr bool kGradSecond = Config::differentiates_values;  // differentiates their second vectors, if these are values
+constexpr bool kSumsQueries = Config::sums_queries;  // rows are keys, and gradients of queries are summed in memory
 static_assert(kRowsAreKeys || !kGradSecond, "gradients of the result have none");
-static_assert(kColumnWarps == 1 && !kGroupedRows && !kPaged, "a backward has no cache");
+static_assert(!kGroupedRows && !kPaged, "a backward has no cache");
 
-constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
+constexpr int kSteps = kTileM / (kRowWarps * Arch::kStepRows);
 constexpr int kWarpRows = kSteps * Arch::kStepRows;
-static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
+static_assert(kSteps * kRowWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
 static_assert(!kMixesBlocks || kBlockStep % kWarpRows == 0, "a warp skips what its rows do not keep");
 
 static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gradients would be shared out differently");
 
 constexpr int kFirstPitch = pitch_of<Arch::kSharedBytes>(kHeaddim);
 constexpr int kSecondPitch = pitch_of<Arch::kSharedBytes>(kHeaddimV);
+
+// A tile of scores that warps leave for others: gradients, or weights.
+constexpr int kExchangedTile = kTileM * kProbabilityPitch;
+constexpr int kExchangedBytes = kSumsQueries ? kExchangedTile * (kColumnWarps > 1 ? 2 : 1) : 0;
+static_assert(kColumnWarps == 1 || kSumsQueries, "only then do warps exchange scores");
 
 constexpr int kStatsPlanes = 1 + kGradFirst + kHasBias;
 
@@ -49,8 +55,8 @@ struct QueryStats {
 
 class GradientRows {
 public:
-    using Scores = float[kSteps][kTileN / 8][Arch::kElements];
-    using Biases = BiasTiles<Arch, kRowsAreKeys ? kTileN : kWarpRows, kRowsAreKeys ? kWarpRows : kTileN, kWarps>;
+    using Scores = float[kSteps][kWarpKeys / 8][Arch::kElements];
+    using Biases = BiasTiles<Arch, kRowsAreKeys ? kWarpKeys : kWarpRows, kRowsAreKeys ? kWarpRows : kWarpKeys, kWarps>;
 
     // mask: the mask of these rows, which may be keys (mask_of_rows); last_row: the CTA's last row that exists.
     FA_DEVICE GradientRows(const BackwardParams& params, const Work& work, const BasicTileRange<int>& mask, int last_row)
@@ -59,16 +65,16 @@ public:
           work_(work),
           mask_(mask),
           last_row_(last_row),
-          warp_row_(work.m_tile * kTileM + warp_index() * kWarpRows) {
+          warp_row_(work.m_tile * kTileM + row_warp() * kWarpRows) {
         clear(grad_first_);
         clear(grad_second_);
     }
 
     // Loads this warp's rows from those of the CTA in shared memory.
     FA_DEVICE void load(uint32_t first, uint32_t second, uint32_t stats) {
-        first_.load(first + warp_index() * kWarpRows * kFirstPitch);
-        if constexpr (kGradFirst) second_.load(second + warp_index() * kWarpRows * kSecondPitch);
-        stats_shared_ = stats + warp_index() * kWarpRows * 4;
+        first_.load(first + row_warp() * kWarpRows * kFirstPitch);
+        if constexpr (kGradFirst) second_.load(second + row_warp() * kWarpRows * kSecondPitch);
+        stats_shared_ = stats + row_warp() * kWarpRows * 4;
     }
 
     FA_DEVICE TileKind kind_of(int column) const {
@@ -87,12 +93,13 @@ public:
         slope_ = alibi_slope(p_, work_.batch, head);
     }
 
-    // Adds a tile of what the rows see, starting at `column`: its vectors, and stats if they are queries, are in shared
-    // memory. Calls begin_next when registers have become free.
-    template <class BeginNext>
-    FA_DEVICE void add_tile(uint32_t first, uint32_t second, uint32_t stats, const StagedBiases& biases, int column,
-                            TileKind kind, BeginNext begin_next) {
-        Scores weights = {}, slopes;
+    // Computes the weights of a tile of what the rows see, and the gradients of its scores; both are zero before. Its vectors,
+    // and stats if they are queries, are in shared memory.
+    FA_DEVICE void score(Scores& weights, Scores& grads, uint32_t first, uint32_t second, uint32_t stats,
+                         const StagedBiases& biases, int tile_column, TileKind kind) const {
+        const int column = tile_column + first_warp_key();
+        stats += first_warp_key() * 4;
+        Scores slopes;
         if constexpr (kStartsFromAlibi) start_from_alibi(weights, column);
         Arch::multiply_rows(weights, first_, first);
         if (kStagesBias && biases.exist) {
@@ -108,21 +115,36 @@ public:
             if (p_.tile_index != nullptr)
                 hide_pairs<Arch, kRowsAreKeys>(weights, p_, work_.batch, head_, opaque(warp_row_), column, 0.0f);
         }
-        Scores grads = {};
         if constexpr (kGradFirst) Arch::multiply_rows(grads, second_, second);
         if constexpr (kDrops) {
             drop(weights, grads, slopes, stats, column);
         } else if constexpr (kGradFirst) {
             differentiate(grads, weights, slopes, stats, column);
         }
-        if constexpr (kGradFirst && kGradSecond) accumulate<kHeaddimV>(grad_second_, weights, second);
+    }
+
+    // Leaves what other warps need: gradients of scores, and also weights where warps share out the columns of gradients.
+    template <class Path>
+    FA_DEVICE void leave(const Scores& weights, const Scores& grads, uint32_t exchange) const {
+        const uint32_t own = exchange + row_warp() * kWarpRows * kProbabilityPitch;
+        Path::leave_probabilities(own, grads);
+        if constexpr (kColumnWarps > 1) Path::leave_probabilities(own + kExchangedTile, weights);
+    }
+
+    // Adds the products of a tile to the gradients. Calls begin_next when registers have become free.
+    template <class BeginNext>
+    FA_DEVICE void accumulate(const Scores& weights, const Scores& grads, uint32_t first, uint32_t second, uint32_t exchange,
+                              BeginNext begin_next) {
+        if constexpr (kGradFirst && kGradSecond) multiply<kHeaddimV>(grad_second_, weights, exchange + kExchangedTile, second);
         begin_next();
         if constexpr (kGradFirst) {
-            accumulate<kHeaddim>(grad_first_, grads, first);
+            multiply<kHeaddim>(grad_first_, grads, exchange, first);
         } else {
-            accumulate<kHeaddimV>(grad_second_, weights, second);
+            multiply<kHeaddimV>(grad_second_, weights, exchange, second);
         }
     }
+
+    FA_DEVICE int head() const { return head_; }
 
     // Writes the gradients by way of shared memory. All threads have passed a barrier since it was last read.
     FA_DEVICE void finish(uint32_t first, uint32_t second) const {
@@ -153,7 +175,7 @@ private:
     FA_DEVICE void for_each_element(uint32_t stats, int column, Visit visit) const {
         if constexpr (kRowsAreKeys) {
 #pragma unroll
-            for (int n = 0; n < kTileN / 8; ++n)
+            for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
                 for (int first = 0; first < Arch::kElements; ++first) {
                     if (Arch::row_of_element(first) != 0) continue;
@@ -172,7 +194,7 @@ private:
                 for (int which = 0; which < 2; ++which) {
                     const QueryStats query = stats_of_row(step, which);
 #pragma unroll
-                    for (int n = 0; n < kTileN / 8; ++n)
+                    for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
                         for (int i = 0; i < Arch::kElements; ++i)
                             if (Arch::row_of_element(i) == which) visit(query, column + Arch::score_column(n, i), step, n, i);
@@ -214,7 +236,7 @@ private:
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int n = 0; n < kTileN / 8; ++n)
+            for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < Arch::kElements; ++i) {
                     const int down = step * Arch::kStepRows + Arch::row(Arch::row_of_element(i)) - Arch::row(0);
@@ -228,7 +250,7 @@ private:
     template <bool kBiasesAreStaged>
     FA_DEVICE void find_weights(Scores& weights, Scores& slopes, const StagedBiases& biases, uint32_t stats,
                                 int column) const {
-        uint32_t pairs[kBiasesAreStaged ? kSteps : 1][kBiasesAreStaged ? kTileN / 8 : 2][2];
+        uint32_t pairs[kBiasesAreStaged ? kSteps : 1][kBiasesAreStaged ? kWarpKeys / 8 : 2][2];
         if constexpr (kBiasesAreStaged) biases.load<kRowsAreKeys>(pairs);
         const ScoreRule rule(p_);
         const float factor = rule.factor(), left_out = rule.left_out() * kUnit;
@@ -287,27 +309,37 @@ private:
         if constexpr (kGradSecond) for_each([&](int step, int n, int i) { weights[step][n][i] *= factor(step, n, i); });
     }
 
-    template <int kColumns, int kTiles>
-    FA_DEVICE void accumulate(float (&acc)[kSteps][kTiles][Arch::kElements], const Scores& scores, uint32_t tile) const {
-        const typename Arch::template Values<kColumns> values(tile + work_.first_column * Arch::kSharedBytes);
+    // acc += scores times the rows of a tile. exchanged: where all warps have left these scores, if they share out columns.
+    template <int kColumns, int kTiles, class Path = Arch>
+    FA_DEVICE void multiply(float (&acc)[kSteps][kTiles][Arch::kElements], const Scores& scores, uint32_t exchanged,
+                            uint32_t tile) const {
+        const int first_column = work_.first_column + column_warp() * (kColumns / kColumnWarps);
+        const typename Path::template Values<kColumns> values(tile + first_column * Arch::kSharedBytes);
+        if constexpr (kColumnWarps > 1) {
+            const typename Path::SharedProbabilities rows(exchanged + row_warp() * kWarpRows * kProbabilityPitch);
 #pragma unroll
-        for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) values.accumulate(acc, scores, group);
+            for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) values.accumulate(acc, rows, group);
+        } else {
+#pragma unroll
+            for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) values.accumulate(acc, scores, group);
+        }
     }
 
     template <int kColumns, int kTiles>
     FA_DEVICE void write(const float (&acc)[kSteps][kTiles][Arch::kElements], uint16_t* to, int columns, uint32_t shared,
                          float factor) const {
-        constexpr int kPitch = pitch_of<2>(kColumns), kColumnsOfPart = kColumns / kValueParts;
-        const uint32_t rows = shared + warp_index() * kWarpRows * kPitch;
-        leave_rows<Arch, kPitch>(acc, rows, 0, [&](int, int) { return factor; });
+        constexpr int kPitch = pitch_of<2>(kColumns), kColumnsOfWarp = kColumns / (kValueParts * kColumnWarps);
+        const uint32_t rows = shared + row_warp() * kWarpRows * kPitch;
+        const int first_in_shared = column_warp() * kColumnsOfWarp, first_column = work_.first_column;
+        leave_rows<Arch, kPitch>(acc, rows, first_in_shared, [&](int, int) { return factor; });
         warp_barrier();
         // Gradients are contiguous.
         const int64_t heads = kRowsAreKeys ? p_.nheads / p_.group_size : p_.nheads;
         const int64_t first = kRowsAreKeys ? first_key(p_, work_.batch) : first_query(p_, work_.batch);
         const int64_t at = (first + warp_row_) * heads + (kRowsAreKeys ? work_.kv_head : work_.head);
-        const int first_column = work_.first_column;
-        copy_rows<kWarpRows, kColumnsOfPart, kPitch>(
-            {to + at * columns + first_column, heads * columns, last_row_ + 1 - warp_row_, columns - first_column}, rows, 0);
+        copy_rows<kWarpRows, kColumnsOfWarp, kPitch>(
+            {to + at * columns + first_column, heads * columns, last_row_ + 1 - warp_row_, columns - first_column}, rows,
+            first_in_shared);
     }
 
     // The first token of a sequence among the tokens of all.
@@ -328,8 +360,8 @@ private:
 
     typename Arch::template Rows<kSteps, kHeaddim> first_;
     typename Arch::template Rows<kSteps, kHeaddimV> second_;
-    float grad_first_[kSteps][kGradFirst ? kHeaddim / kValueParts / 8 : 1][Arch::kElements];
-    float grad_second_[kSteps][kGradSecond ? kHeaddimV / kValueParts / 8 : 1][Arch::kElements];
+    float grad_first_[kSteps][kGradFirst ? kHeaddim / (kValueParts * kColumnWarps) / 8 : 1][Arch::kElements];
+    float grad_second_[kSteps][kGradSecond ? kHeaddimV / (kValueParts * kColumnWarps) / 8 : 1][Arch::kElements];
     uint32_t stats_shared_;  // the stats of rows that are queries, in shared memory
 };
 

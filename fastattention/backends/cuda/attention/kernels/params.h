@@ -87,6 +87,7 @@ struct BackwardParams {
     const uint16_t* grad_out;  // shaped as out
     const float* grad_lse;     // shaped as lse; null if none
     float* stats;              // (3, num_rows), each row shaped as lse: see delta.cuh
+    float* query_sums;         // query_sums.cuh; null where kernels add nothing there
     uint16_t* grad_q;
     uint16_t* grad_k;
     uint16_t* grad_v;

@@ -22,8 +22,7 @@ static_assert(!kInt8Products || Config::keys_of_scale % kTileN == 0, "a tile has
 // Rows of the output, in 16 bits, are staged in the shared memory of the queries.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
 
-// Which of the warps this is that share out the rows, and its first row among those of the CTA.
-FA_DEVICE int row_warp() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps; }
+// A warp's first row among those of the CTA.
 FA_DEVICE int first_warp_row() { return row_warp() * kWarpRows; }
 
 // kSteps x Arch::kStepRows rows. They share only the tiles in shared memory with other warps.
@@ -135,7 +134,7 @@ public:
     // acc_o_ += p v, with the probabilities that all warps have stored.
     template <class Path = Arch>
     FA_DEVICE void accumulate_exchanged(uint32_t exchange, uint32_t v_shared) {
-        const typename Path::template Values<kValueRow> values(v_shared);
+        const typename Path::template Values<kValueRow> values(v_shared, first_warp_column());
         const typename Path::SharedProbabilities probabilities(exchange + first_warp_row() * kProbabilityPitch);
 #pragma unroll
         for (int group = 0; group < kTileN / Path::kKeyStep; ++group) values.accumulate(acc_o_, probabilities, group);

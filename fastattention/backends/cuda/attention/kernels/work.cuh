@@ -12,6 +12,9 @@ namespace fastattention {
 
 FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
+// Which of the warps this is that share out the rows.
+FA_DEVICE int row_warp() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps; }
+
 // A tile of query rows of one head, or of all heads that share a key head (kGroupedRows). Then `head` is the first of them.
 struct Work {
     int m_tile, head, kv_head, batch;

@@ -153,6 +153,18 @@ FA_DEVICE Words4 load_written_128(const void* address, bool valid) {
         : "memory");
     return x;
 }
+// Adds to floats of global memory, which other threads may add to, in any order. From Hopper on, four neighbours, aligned to 16
+// bytes, are added at once.
+FA_DEVICE void add_global_32(float* address, float x) { atomicAdd(address, x); }
+#if __CUDA_ARCH__ >= 900
+constexpr bool kAddsFour = true;
+#else
+constexpr bool kAddsFour = false;
+#endif
+FA_DEVICE void add_global_128(float* address, const float (&x)[4]) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
 // Makes what this thread wrote visible to all threads that learn of it later.
 FA_DEVICE void memory_fence() { __threadfence(); }
 // Counts `count` arrivals at a counter, which is 0 before the first and again after the last. Returns 1 for the last.

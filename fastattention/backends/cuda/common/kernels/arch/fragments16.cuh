@@ -29,6 +29,23 @@ struct Fragments16 : Layout16 {
         LaneRow<kPitch> row_;
     };
 
+    // Loads operands A whose rows are the columns of a tile in shared memory.
+    template <int kPitch>
+    class SharedColumns {
+    public:
+        // tile: address of the first row, at the first column.
+        FA_DEVICE explicit SharedColumns(uint32_t tile)
+            : row_(tile, lane_index() / 16 * 8 + lane_index() % 8, lane_index() / 8 % 2) {}
+
+        // Reads 16 columns and 16 rows.
+        FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const {
+            load_matrices_transposed(a, row_.address(depth * 16, step));
+        }
+
+    private:
+        LaneRow<kPitch> row_;
+    };
+
     // Operands A of the first product: kSteps x 16 rows of a tile, kColumns wide.
     template <int kSteps, int kColumns>
     class Rows {
@@ -142,8 +159,14 @@ struct Fragments16 : Layout16 {
 
     using SharedProbabilities = SharedRows<kProbabilityPitch>;
 
-    template <int kSteps>
-    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const SharedProbabilities& p, int group) {
+    template <int kSteps, int kPitch>
+    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const SharedRows<kPitch>& p, int group) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) p.read(a[step], step, group);
+    }
+
+    template <int kSteps, int kPitch>
+    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const SharedColumns<kPitch>& p, int group) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) p.read(a[step], step, group);
     }
@@ -199,11 +222,11 @@ struct Fragments16 : Layout16 {
         Layout16::leave_scores<kPitch>(acc, to);
     }
 
-    // Operand B of the second product, read from a tile of values, or of any rows that are kColumns wide.
+    // Operand B of the second product, read from a tile of values, or of any rows that are kColumns wide, from first_column on.
     template <int kColumns>
     class Values {
     public:
-        FA_DEVICE explicit Values(uint32_t v) {
+        FA_DEVICE explicit Values(uint32_t v, int first_column = 0) : first_pair_(first_column / 16) {
             const int lane = opaque(lane_index());
             row_ = LaneRow<kPitch>(v, lane % 16, lane / 16);
         }
@@ -216,7 +239,7 @@ struct Fragments16 : Layout16 {
 #pragma unroll
             for (int n = 0; n < kTiles / 2; ++n) {
                 uint32_t b[4];
-                load_matrices_transposed(b, row_.address(group * 16, first_warp_column() / 16 + n));
+                load_matrices_transposed(b, row_.address(group * 16, first_pair_ + n));
                 multiply_add_pairs<Mma>(acc_o, 2 * n, a, b);
             }
         }
@@ -225,6 +248,7 @@ struct Fragments16 : Layout16 {
         static constexpr int kPitch = pitch_of<2>(kColumns);
 
         LaneRow<kPitch> row_;
+        const int first_pair_;
     };
 };
 

@@ -90,7 +90,7 @@ struct Fragments8 : Fragments16<Mma> {
     template <int kColumns>
     class Values {
     public:
-        FA_DEVICE explicit Values(uint32_t v) {
+        FA_DEVICE explicit Values(uint32_t v, int first_column = 0) : first_pair_(first_column / 32) {
             const int lane = opaque(lane_index());
             row_ = LaneRow<kPitch>(v, lane % 16, lane / 16);
         }
@@ -103,7 +103,7 @@ struct Fragments8 : Fragments16<Mma> {
 #pragma unroll
             for (int pair = 0; pair < kTiles / 4; ++pair) {
                 uint32_t x[4];  // eight keys x 16 columns each: keys 0 to 7, keys 8 to 15, and the next columns of both
-                load_matrices_transposed(x, row_.address(group * 16, first_warp_column() / 32 + pair));
+                load_matrices_transposed(x, row_.address(group * 16, first_pair_ + pair));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const uint32_t low = x[2 * half], high = x[2 * half + 1];
@@ -118,6 +118,7 @@ struct Fragments8 : Fragments16<Mma> {
         static constexpr int kPitch = pitch_of<1>(kColumns);
 
         LaneRow<kPitch> row_;
+        const int first_pair_;
     };
 };
 

@@ -12,6 +12,7 @@ from fastattention.backends.cuda.attention.heuristics import (
     DROPOUT,
     EVERYTHING,
     NOTHING,
+    SCORES,
     SOFTCAP,
     computed_dtype,
     demands,
@@ -40,8 +41,9 @@ class _Tiles(NamedTuple):
 
 # Candidates of each kernel for head dimensions up to the key, best first: the first that suits the call and fits the
 # GPU is taken. Where registers do not hold the gradients of keys and values of a warp's rows, each has a kernel of its
-# own. Candidates of 80 and 75 up to 128 were timed on an H200, with the number of CTAs of a T4 where they fit one.
-# Candidates of 70 were chosen by counting issue cycles
+# own. "qkv" adds gradients of queries in any order and is tried first; calls that want the same bits in every run take
+# the others. Candidates of 80 and 75 were timed on an H100 and an H200, those for other chips with as many CTAs as fit
+# there (docs/decisions/0074-sum-gradients-of-queries-in-memory.md). Candidates of 70 were chosen by counting issue cycles
 # (docs/decisions/0062-compute-gradients-by-two-kernels-on-gpus.md), the others by counting registers and shared memory.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
@@ -53,7 +55,10 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 64, 64, 4, 2, 3),
             _Tiles("q", 64, 64, 4, 2, 2),
             _Tiles("q", 64, 32, 4, 2, 2),
-            _Tiles("qkv", 128, 32, 4, 2, 2),
+            _Tiles("qkv", 128, 32, 4, 2, 2, serves=SOFTCAP | ALIBI | DROPOUT),
+            _Tiles("qkv", 64, 64, 4, 2, 2),
+            _Tiles("qkv", 64, 64, 4, 1, 2),
+            _Tiles("qkv", 64, 64, 4, 1, 1),
         ),
         128: (
             _Tiles("kv", 64, 64, 4, 2, 2, serves=ALIBI | SOFTCAP),
@@ -64,8 +69,12 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 64, 64, 4, 1, 2),
             _Tiles("q", 64, 32, 4, 1, 2),
             _Tiles("q", 64, 32, 4, 1, 1),
-            _Tiles("qkv", 128, 64, 8, 2, 1, 1, 2),
-            _Tiles("qkv", 128, 64, 8, 1, 1, 1, 2),
+            _Tiles("qkv", 128, 64, 8, 2, 1, column_warps=2, serves=SCORES),
+            _Tiles("qkv", 128, 64, 8, 2, 1, column_warps=4),
+            _Tiles("qkv", 128, 64, 8, 2, 1, column_warps=2),
+            _Tiles("qkv", 64, 64, 4, 1, 2, serves=SCORES),
+            _Tiles("qkv", 128, 64, 8, 1, 1, column_warps=2),
+            _Tiles("qkv", 64, 32, 4, 2, 1),
         ),
         WIDEST_OF_A_WARP: (
             _Tiles("k", 64, 32, 4, 1, 1),
@@ -76,8 +85,10 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 128, 32, 8, 2, 1),
             _Tiles("q", 64, 32, 4, 1, 1),
             _Tiles("q", 32, 16, 2, 1, 1),
-            _Tiles("qkv", 64, 64, 8, 2, 1, 1, 2),
-            _Tiles("qkv", 64, 64, 8, 1, 1, 1, 2),
+            _Tiles("qkv", 64, 64, 8, 2, 1, column_warps=4),
+            _Tiles("qkv", 64, 64, 8, 1, 1, column_warps=4),
+            _Tiles("qkv", 64, 64, 8, 1, 1, column_warps=2),
+            _Tiles("qkv", 32, 32, 4, 1, 1, column_warps=2),
         ),
     },
     75: {
@@ -88,6 +99,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 128, 64, 4, 1, 2, serves=NOTHING),
             _Tiles("q", 128, 64, 8, 1, 1, serves=NOTHING),
             _Tiles("q", 64, 32, 4, 1, 2),
+            _Tiles("qkv", 128, 32, 8, 1, 1),
+            _Tiles("qkv", 64, 64, 4, 1, 1),
         ),
         128: (
             _Tiles("kv", 64, 32, 4, 1, 1, serves=NOTHING),
@@ -95,6 +108,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("q", 64, 32, 2, 1, 2, serves=NOTHING),
             _Tiles("q", 64, 48, 4, 1, 1, serves=NOTHING),
             _Tiles("q", 64, 32, 4, 1, 1),
+            _Tiles("qkv", 64, 32, 8, 1, 1, column_warps=2),
         ),
         WIDEST_OF_A_WARP: (
             _Tiles("k", 32, 16, 2, 1, 1),

@@ -236,6 +236,23 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         return self.gradients == "qkv"
 
     @property
+    def query_parts(self) -> int:
+        """Parts of the queries of a tile whose sums warps share out, besides columns; 0 if they cannot evenly."""
+        for parts in (2, 4):
+            if self.tile_n % (parts * self.step_rows) == 0 and self.headdim * parts % (16 * self.num_warps) == 0:
+                return parts
+        return 0
+
+    def why_not_even(self) -> str | None:
+        """Why warps cannot share out columns evenly, or None."""
+        for columns in (self.headdim, self.headdim_v):
+            if self.column_warps > 1 and columns % (16 * self.column_warps):
+                return f"{self.column_warps} warps do not share out {columns} columns in sixteens"
+        if self.sums_queries and not self.query_parts:
+            return f"{self.num_warps} warps do not share out {self.tile_n} queries of {self.headdim} columns evenly"
+        return None
+
+    @property
     def row_warps(self) -> int:
         """Warps that share out the rows."""
         return self.num_warps // self.column_warps
@@ -396,6 +413,8 @@ def why_not_fitting(config: AttentionConfig, limits: Limits) -> str | None:
     """Why a GPU cannot run a configuration, or None."""
     if config.block_sparse and (config.block_step % config.tile_n or config.block_step % config.warp_rows):
         return f"{config.warp_rows} rows of a warp and {config.tile_n} columns do not lie in one block each"
+    if isinstance(config, BackwardConfig) and (reason := config.why_not_even()) is not None:
+        return reason
     if config.shared_bytes > limits.shared_per_cta:
         return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_cta} a CTA"
     if config.min_ctas * config.shared_bytes > limits.shared_per_sm:

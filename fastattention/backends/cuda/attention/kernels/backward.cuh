@@ -250,25 +250,13 @@ private:
         const uint32_t second = PassingTiles::second_of(tile);
         if (kind != TileKind::kSkipped)
             rows.score(weights, grads, tile, second, PassingTiles::stats_of(tile), tiles.biases_of(tile), column, kind);
-        leave<Arch>(rows, weights, grads);
+        if constexpr (kSumsQueries) rows.leave(weights, grads, exchange());
+        if constexpr (kColumnWarps > 1) cta_barrier();
         rows.accumulate(weights, grads, tile, second, exchange(), begin_next);
-        sum_queries<Arch>(rows, column);
-    }
-
-    // Leaves scores to the other warps. Templates, as not all architectures sum gradients of queries.
-    template <class Path>
-    FA_DEVICE void leave(const GradientRows& rows, const GradientRows::Scores& weights,
-                         const GradientRows::Scores& grads) const {
         if constexpr (kSumsQueries) {
-            rows.template leave<Path>(weights, grads, exchange());
-            cta_barrier();
+            if constexpr (kColumnWarps == 1) cta_barrier();
+            add_to_queries<Arch>(params_, work_.batch, rows.head(), column, mask_.seqlen_k, exchange(), shared_);
         }
-    }
-
-    template <class Path>
-    FA_DEVICE void sum_queries(const GradientRows& rows, int column) const {
-        if constexpr (kSumsQueries)
-            add_to_queries<Path>(params_, work_.batch, rows.head(), column, mask_.seqlen_k, exchange(), shared_);
     }
 
     enum class Kind { kQueries, kGradients, kKeys, kValues };

@@ -123,8 +123,9 @@ public:
         }
     }
 
-    // Leaves what other warps need: gradients of scores, and also weights where warps share out the columns of gradients.
-    template <class Path>
+    // Leaves what other warps need: gradients of scores, and also weights where warps share out the columns of gradients. A
+    // template, as not all architectures have this.
+    template <class Path = Arch>
     FA_DEVICE void leave(const Scores& weights, const Scores& grads, uint32_t exchange) const {
         const uint32_t own = exchange + row_warp() * kWarpRows * kProbabilityPitch;
         Path::leave_probabilities(own, grads);

@@ -48,14 +48,13 @@ private:
     float* at_;
 };
 
-// Warps share out the product of a tile: two parts of the queries, and of each kWarps / 2 parts of the columns.
-constexpr int kQueryParts = 2;
-
 // Adds the product of a tile's gradients of scores with the CTA's keys, both in shared memory, to the sums of a head.
 template <class Arch>
 FA_DEVICE void add_to_queries(const BackwardParams& params, int batch, int head, int first_query, int num_queries,
                               uint32_t grads, uint32_t keys) {
-    constexpr int kQuerySteps = kTileN / (kQueryParts * Arch::kStepRows), kColumns = kHeaddim * kQueryParts / kWarps;
+    // Warps share out the product: parts of the queries, and columns of each part.
+    constexpr int kQueryParts = Config::query_parts, kColumns = kHeaddim * kQueryParts / kWarps;
+    constexpr int kQuerySteps = kTileN / (kQueryParts * Arch::kStepRows);
     static_assert(kQuerySteps * kQueryParts * Arch::kStepRows == kTileN && kColumns % 16 == 0, "warps share evenly");
     const int part = warp_index() % kQueryParts, first_column = warp_index() / kQueryParts * kColumns;
     float acc[kQuerySteps][kColumns / 8][Arch::kElements] = {};

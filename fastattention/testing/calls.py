@@ -57,6 +57,7 @@ class Call:
             **scalars, window_left=window_left, window_right=window_right, block_m=block_m, block_n=block_n,
             qk_dtype=rest.pop("qk_dtype", None), dropout_p=rest.pop("dropout_p", 0.0), return_lse=True,
             rotary_interleaved=rest.pop("rotary_interleaved", True), num_splits=rest.pop("num_splits", 0),
+            deterministic=rest.pop("deterministic", False),
         )  # fmt: skip
         if isinstance(mask := rest.get("block_mask"), PairMask):
             rest |= {"block_mask": mask.kept, "tile_index": mask.tile_index, "tile_bits": mask.tile_bits}
@@ -266,8 +267,9 @@ class _Builder:
         }
 
     def _options(self) -> dict[str, Any]:
-        """qk_dtype and dropout_p, where the case has them."""
-        options = {"qk_dtype": self.case.qk_dtype, "dropout_p": self.case.dropout_p}
+        """qk_dtype, dropout_p and deterministic, where the case has them."""
+        case = self.case
+        options = {"qk_dtype": case.qk_dtype, "dropout_p": case.dropout_p, "deterministic": case.deterministic}
         return {name: value for name, value in options.items() if value}
 
     def _blocks(self, batch_size: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:

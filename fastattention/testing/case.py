@@ -86,6 +86,7 @@ class Case:
     qk_dtype: Literal["int8"] | None = None  # of calls without a cache
     key_offset: float = 0.0  # standard deviation of what all keys have in common
     dropout_p: float = 0.0  # of calls without a cache
+    deterministic: bool = False  # of calls without a cache
 
     @property
     def headdim_of_v(self) -> int:
@@ -122,6 +123,7 @@ class Case:
             "qk_dtype": self.qk_dtype,
             "key_offset": self.key_offset,
             "dropout": self.dropout_p > 0.0,
+            "deterministic": self.deterministic,
         }
 
 

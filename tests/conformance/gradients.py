@@ -32,6 +32,11 @@ def has_gradients(case: Case) -> bool:
 GRADIENT_CASES = [case for case in CASES if has_gradients(case)]
 
 
+def in_order(case: Case) -> Case:
+    """The case with gradients that are added in the same order in every run."""
+    return replace(case, name=f"{case.name}-in-order", deterministic=True)
+
+
 def check_gradients(engine: Engine, case: Case, dtype: torch.dtype) -> Results:
     """Errors of gradients, and of what they follow from, are at most twice those of torch. Skips where refused."""
     grads = present(case, COMPUTED)

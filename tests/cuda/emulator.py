@@ -205,7 +205,7 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
 
 
 def ranges_of_backward(params: Params, problem: Problem, variant: Variant) -> list[Range]:
-    """The memory that a backward may access: the tensors of the call, the gradient of out, sums, contiguous gradients."""
+    """The memory that a backward may access: the tensors of the call, grad_out, sums, and contiguous gradients."""
     call = params.call
     ranges = ranges_of(call, problem, 0)
     tokens_q = problem.total_q if problem.layout is Layout.VARLEN else problem.batch_size * problem.seqlen_q

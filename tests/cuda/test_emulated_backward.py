@@ -9,7 +9,7 @@ from unittest import mock
 import emulator
 import pytest
 import torch
-from conformance.gradients import GRADIENT_CASES, check_gradients
+from conformance.gradients import GRADIENT_CASES, check_gradients, in_order
 from emulator import EmulatedCudaBackend, path_of, rules_of
 from test_emulated import EmulatedEngine, Run
 from tiers import Tier, covering, slow, tier_of
@@ -24,15 +24,25 @@ from fastattention.gpu_runtime.variant import Variant
 from fastattention.testing.calls import problem_of
 from fastattention.testing.oracle import present
 
+DTYPES = (torch.float16, torch.bfloat16)
 RUNS = [
-    Run(case, dtype, backend)
-    for case in GRADIENT_CASES
-    for dtype in (torch.float16, torch.bfloat16)
-    for backend in emulator.EMULATED
+    *(Run(case, dtype, backend) for case in GRADIENT_CASES for dtype in DTYPES for backend in emulator.EMULATED),
+    # From Turing on, kernels add in any order unless a call is deterministic.
+    *(
+        Run(in_order(case), dtype, backend)
+        for case in GRADIENT_CASES
+        for dtype in DTYPES
+        for backend in emulator.EMULATED
+        if backend.limits.arch >= 75
+    ),
 ]
 
 # Tiles of biases are copied in either direction.
-EVERY_TIME = "bias-copied-float16-cuda-sm80", "bias-copied-one-row-bfloat16-cuda-sm80"
+EVERY_TIME = (
+    "bias-copied-float16-cuda-sm80",
+    "bias-copied-in-order-float16-cuda-sm80",
+    "bias-copied-one-row-bfloat16-cuda-sm80",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -82,28 +82,6 @@ def test_other_gradients_stay_ours(
     assert SdpaBackend().why_faster(replace(TRAINING, **changes)) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_faster"),
-    [
-        ({}, True),
-        ({"window_right": -1}, True),
-        ({"headdim": 64, "headdim_v": 64}, False),
-        ({"seqlen_q": 2047, "seqlen_k": 2047}, False),
-        ({"seqlen_k": 77, "window_right": -1}, False),
-        ({"seqlen_q": 2048, "seqlen_k": 4096}, False),  # causal from the bottom right, with more keys than queries
-        ({"headdim": 256, "headdim_v": 256}, False),  # more than torch gives to FlashAttention
-    ],
-    ids=str,
-)
-def test_before_hopper_flash_attention_s_backward_is_faster_at_wide_heads(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_faster: bool
-) -> None:
-    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (8, 0))
-    reason = SdpaBackend().why_faster(replace(TRAINING, **changes))
-    assert (reason is not None) == is_faster
-    assert reason is None or "FlashAttention-2's backward" in reason
-
-
 def test_it_asks_the_gpu_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         assert cudnn_prefill.why_faster(LONG) is None

@@ -51,7 +51,7 @@ class SdpaBackend(AttentionBackend):
 
     def why_faster(self, problem: Problem) -> str | None:
         """The reason where cuDNN, or FlashAttention-2's backward, is faster."""
-        return cudnn_prefill.why_faster(problem) or gpu_kernels.why_faster_backward(problem)
+        return cudnn_prefill.why_faster(problem)
 
     def make_call(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """Plans a call of cuDNN's operator where it is faster."""

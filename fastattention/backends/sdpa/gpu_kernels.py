@@ -18,8 +18,6 @@ from fastattention.attention.problem import AttentionOutput, Layout, Problem
 HAS_ENABLE_GQA = torch.__version__ >= "2.5"  # whether torch's functions support heads that share keys
 _HEADDIM_MULTIPLE = 8  # head dimensions that both kernels take are multiples of it
 _MOST_HEADDIM_OF_FLASH = 128
-# Above these FlashAttention-2's backward is faster than ours (docs/benchmarks/gpu-backward.md).
-_NARROW, _LONG = 64, 2048  # head dimension, queries and keys
 _FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopper cuDNN's kernel is the slower one
 
 
@@ -47,14 +45,6 @@ def differentiates(problem: Problem) -> bool:
     wanted = bool(problem.grads) and not (problem.in_transform or problem.deterministic or problem.return_lse)
     shares = problem.group_size == 1 or HAS_ENABLE_GQA
     return wanted and shares and computes(replace(problem, grads=()))
-
-
-def why_faster_backward(problem: Problem) -> str | None:
-    """Why FlashAttention-2, where torch has no faster kernel, differentiates a call faster than ours, or None."""
-    is_long = problem.headdim > _NARROW and min(problem.seqlen_q, problem.seqlen_k) >= _LONG
-    if not (is_long and differentiates(problem)) or _is_lower_right(problem) or kernel_of(problem) != "flash":
-        return None
-    return "FlashAttention-2's backward is 1.1 to 1.3 times as fast as our kernels on an H200"
 
 
 def share_keys(problem: Problem) -> bool:

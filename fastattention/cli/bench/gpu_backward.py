@@ -1,7 +1,7 @@
 """The question "gpu_backward": the speed of the backward on each code path of the GPU, and of torch's three kernels.
 
-16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length. Useful TFLOPS: 2.5
-times the floating-point operations of the forward, whatever a kernel computes again. Medians of interleaved rounds,
+16384 tokens in all, hidden size 2048, float16: heads of 64, 128 and 256, causal and not, of one length. Useful TFLOPS:
+2.5 times the floating-point operations of the forward, whatever a kernel computes again. Medians of interleaved rounds,
 timed by the GPU. Also the peak memory of a forward and its backward, up to 64K tokens.
 """
 
@@ -57,7 +57,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
 def measure(backends: Mapping[str, CudaBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """A record for every head dimension, mask and length."""
     records = []
-    problems = list(itertools.product((64, 128), (False, True), seqlens))
+    problems = list(itertools.product((64, 128, 256), (False, True), seqlens))
     with progress_bar() as bar:
         for headdim, causal, seqlen in bar.track(problems, description="backward"):
             calls = calls_of(backends, headdim, causal, seqlen)
@@ -76,8 +76,10 @@ def calls_of(
     problem = replace(problem, grads=("q", "k", "v"))
     calls: dict[str, TimedCall] = {}
     for name, backend in backends.items():
-        result = backend.forward(problem, inputs)
-        calls[name] = partial(backend.backward, problem, inputs, result, OutputGradients(grad, None))
+        result, given = backend.forward(problem, inputs), OutputGradients(grad, None)
+        calls[name] = partial(backend.backward, problem, inputs, result, given)
+        in_order = replace(problem, deterministic=True)
+        calls[f"{name} deterministic"] = partial(backend.backward, in_order, inputs, result, given)
     leaves = [heads_first(tensor).requires_grad_() for tensor in (q, k, v)]
     for name, peer in PEERS.items():
         calls[name] = Backward(peer, leaves, heads_first(grad), causal)
@@ -107,9 +109,11 @@ def peaks(seqlens: Sequence[int]) -> list[dict[str, Any]]:
 def _peaks_of(seqlen: int) -> dict[str, int]:
     q, k, v = (tensor.requires_grad_() for tensor in tensors(1, seqlen, headdim=128))
     first = [heads_first(tensor.detach()).requires_grad_() for tensor in (q, k, v)]
-    forwards: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor]]] = {
-        "fastattention": (lambda q, k, v: fast_attn_func(q, k, v, causal=True, backend="cuda"), (q, k, v))
-    }
+    forwards: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor]]] = {}
+    for deterministic in (False, True):
+        attend: Callable[..., Any] = fast_attn_func
+        name = "fastattention deterministic" if deterministic else "fastattention"
+        forwards[name] = partial(attend, causal=True, deterministic=deterministic, backend="cuda"), (q, k, v)
     for name, peer in PEERS.items():
         forwards[name] = partial(sdpa, peer, causal=True), first
     found = {}

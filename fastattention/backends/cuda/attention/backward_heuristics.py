@@ -43,8 +43,9 @@ class _Tiles(NamedTuple):
 # GPU is taken. Where registers do not hold the gradients of keys and values of a warp's rows, each has a kernel of its
 # own. "qkv" adds gradients of queries in any order and is tried first; calls that want the same bits in every run take
 # the others. Candidates of 80 and 75 were timed on an H100 and an H200, those for other chips with as many CTAs as fit
-# there (docs/decisions/0074-sum-gradients-of-queries-in-memory.md). Candidates of 70 were chosen by counting issue cycles
-# (docs/decisions/0062-compute-gradients-by-two-kernels-on-gpus.md), the others by counting registers and shared memory.
+# there (docs/decisions/0074-sum-gradients-of-queries-in-memory.md). Candidates of 70 were chosen by counting issue
+# cycles (docs/decisions/0062-compute-gradients-by-two-kernels-on-gpus.md), the others by counting registers and shared
+# memory.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (

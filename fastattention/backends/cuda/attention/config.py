@@ -39,6 +39,7 @@ class AttentionConfig(TileVariant):
     num_warps: int
     num_stages: int  # such tiles in shared memory
     min_ctas: int  # CTAs of a multiprocessor for which the compiler leaves registers
+    column_warps: int = 1  # warps with the same rows, which share out the columns of v, or of gradients
     num_value_parts: int  # CTAs that share the columns of v, or of a gradient, where one has too few registers for all
     softcaps: bool = False
     has_alibi: bool = False
@@ -82,7 +83,7 @@ class AttentionConfig(TileVariant):
     @property
     def row_warps(self) -> int:
         """Warps that share out the rows."""
-        return self.num_warps
+        return self.num_warps // self.column_warps
 
     @property
     def warp_rows(self) -> int:
@@ -126,7 +127,6 @@ class KernelConfig(CacheFormat, AttentionConfig):
     decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
     cache_format: str = ""
     split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
-    column_warps: int = 1  # warps with the same rows, which share out the columns of v
     values_in_keys: bool = False  # v is the first columns of k, in the same memory
     int8_products: bool = False  # queries and keys are bytes (kernels/quantize_rows.cuh)
 
@@ -219,7 +219,6 @@ class BackwardConfig(PlainTiles, AttentionConfig):
     source: ClassVar[str] = "backward.cuh"
 
     gradients: str  # "q", "kv", "k" or "v"; "qkv" sums those of queries in memory, in any order
-    column_warps: int = 1  # warps with the same keys, which share out the columns of their gradients
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -251,11 +250,6 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         if self.sums_queries and not self.query_parts:
             return f"{self.num_warps} warps do not share out {self.tile_n} queries of {self.headdim} columns evenly"
         return None
-
-    @property
-    def row_warps(self) -> int:
-        """Warps that share out the rows."""
-        return self.num_warps // self.column_warps
 
     @property
     def rows_are_keys(self) -> bool:

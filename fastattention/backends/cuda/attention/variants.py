@@ -180,7 +180,10 @@ def training_variants_of(
     dtypes: Sequence[torch.dtype] = DTYPES,
     arch: int | None = None,
 ) -> list[Variant]:
-    """Further variants for training: backwards (plain, rules of scores, blocks, dropout), and forwards with dropout."""
+    """Further variants for training: backwards (plain, rules of scores, blocks, dropout), and forwards with dropout.
+
+    Backwards add in any order, and for deterministic calls in the same.
+    """
     arch = arch or limits.arch
     plain = replace(_CALL, grads=("q", "k", "v"))
     kinds = [_with_features(plain, (feature,)) for feature in (Feature.PLAIN, *SCORES, Feature.BLOCKS)]
@@ -193,8 +196,8 @@ def training_variants_of(
             for seqlen in heuristics.representative_seqlens()
         ]
         if headdim <= WIDEST_OF_A_WARP:
-            for problem in problems:
-                launches = choose_backward_launches(problem, arch, limits)
+            for problem, deterministic in itertools.product(problems, (False, True)):
+                launches = choose_backward_launches(replace(problem, deterministic=deterministic), arch, limits)
                 variants += [launches.delta.variant, *(step.config for step in launches.passes)]
     return list(dict.fromkeys(variants))
 

@@ -73,4 +73,3 @@ class PlainTiles:
     int8_products: ClassVar = False
     queries_in_registers: ClassVar = False
     values_in_keys: ClassVar = False
-    column_warps: ClassVar = 1

@@ -26,6 +26,7 @@ class ChunkVariant(PlainTiles, TileVariant):
 
     include_folders: ClassVar = FOLDERS
     element_bytes: ClassVar = 2  # in shared memory, on Pascal too: floats would not fit
+    column_warps: ClassVar = 1
 
     chunk: int  # tokens
     rule: str  # "delta", or of gated linear attention with a gate a "head" or a "key" dimension

@@ -136,7 +136,8 @@ public:
     template <class BeginNext>
     FA_DEVICE void accumulate(const Scores& weights, const Scores& grads, uint32_t first, uint32_t second, uint32_t exchange,
                               BeginNext begin_next) {
-        if constexpr (kGradFirst && kGradSecond) multiply<kHeaddimV>(grad_second_, weights, exchange + kExchangedTile, second);
+        if constexpr (kGradFirst && kGradSecond)
+            multiply<kHeaddimV>(grad_second_, weights, exchange + kExchangedTile, second);
         begin_next();
         if constexpr (kGradFirst) {
             multiply<kHeaddim>(grad_first_, grads, exchange, first);

@@ -91,12 +91,12 @@ FA_DEVICE void round_queries(const BackwardParams& params) {
     const uint32_t rows = shared_memory() + warp_index() * Arch::kStepRows * kPitch;
     leave_rows<Arch, kPitch>(acc, rows, 0, [&](int, int) { return p.softmax_scale; });
     warp_barrier();
-    const int64_t token = (p.cu_seqlens_q == nullptr ? static_cast<int64_t>(batch) * p.seqlen_q : p.cu_seqlens_q[batch]) + first;
+    const int64_t token =
+        (p.cu_seqlens_q == nullptr ? static_cast<int64_t>(batch) * p.seqlen_q : p.cu_seqlens_q[batch]) + first;
     // Gradients are contiguous.
-    copy_rows<Arch::kStepRows, kHeaddim, kPitch>(
-        {params.grad_q + (token * p.nheads + head) * p.headdim, static_cast<int64_t>(p.nheads) * p.headdim, num_queries - first,
-         p.headdim},
-        rows, 0);
+    copy_rows<Arch::kStepRows, kHeaddim, kPitch>({params.grad_q + (token * p.nheads + head) * p.headdim,
+                                                  static_cast<int64_t>(p.nheads) * p.headdim, num_queries - first, p.headdim},
+                                                 rows, 0);
 }
 
 }  // namespace fastattention

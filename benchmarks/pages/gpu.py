@@ -21,9 +21,11 @@ Gradients of q, k and v: 16384 tokens in all, hidden size 2048, float16. Figures
 operations of the forward, of which a causal mask counts half. Medians of rounds in which all kernels take turns in
 one process, timed by the GPU. `sm80` is our code path for Ampere and newer. `sm75` is our path for Turing, run on the
 same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are the three kernels of torch's SDPA.
-Our gradients are the same bits in every run; theirs add in any order unless asked otherwise. **Bold** ratios are
-losses: ours compute seven products, theirs five ([decision](../decisions/0062-compute-gradients-by-two-kernels-on-
-gpus.md)). From Hopper on, plain calls with gradients go to cuDNN by themselves.
+Our gradients here are deterministic, the same bits in every run; theirs add in any order. **Bold** ratios are losses:
+ours compute seven products, theirs five ([decision](../decisions/0062-compute-gradients-by-two-kernels-on-gpus.md)).
+Ours with `deterministic=False`, the default, are newer than this record
+([decision](../decisions/0074-sum-gradients-of-queries-in-memory.md)). From Hopper on, plain calls with gradients go to
+cuDNN by themselves.
 {NOT_MEASURED}"""
 DECODE_INTRODUCTION = f"""\
 One query a sequence against its cache, heads of 128, float16, calls replayed from a CUDA graph. GB/s count the keys and

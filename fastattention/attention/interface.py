@@ -23,7 +23,8 @@ Shared arguments, in flash-attn's order:
 - `dropout_p`: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. A seed is drawn
     from torch's generator, so torch.manual_seed repeats it; for a seed all backends drop the same weights. Use 0.0 in
     inference.
-- `deterministic`: asks for a deterministic backward. The forward always is, and so is a backward of ours.
+- `deterministic`: asks for gradients with the same bits in every run. By default, kernels of GPUs may add gradients of
+    q in any order, which is faster and takes 4 bytes an element of q. Everything else always has the same bits.
 - `return_attn_probs`: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout.
     Otherwise it holds the softmax weights, negative where dropped: (batch_size, nheads, seqlen_q, seqlen_k) in the
     dtype of q. For varlen calls the lengths are the longest ones, and 0 fills the rest.

@@ -37,11 +37,12 @@ RUNS = [
     ),
 ]
 
-# Tiles of biases are copied in either direction.
+# Tiles of biases are copied in either direction. Sums of queries of several sequences lie side by side.
 EVERY_TIME = (
     "bias-copied-float16-cuda-sm80",
     "bias-copied-in-order-float16-cuda-sm80",
     "bias-copied-one-row-bfloat16-cuda-sm80",
+    "varlen-window-gqa-bfloat16-cuda-sm80",
 )
 
 
@@ -111,6 +112,28 @@ def test_a_finite_mask_hides_rows_of_kept_blocks_alone(backend: type[EmulatedCud
     expected = torch.full_like(v, 1 / (200 - 64))
     expected[:, 64:128] = 0.0
     torch.testing.assert_close(grad_v, expected, atol=1e-4, rtol=0)
+
+
+@every_backend
+@pytest.mark.parametrize("asked_of", ["the call", "torch"])
+def test_deterministic_gradients_do_not_depend_on_the_order_of_ctas(
+    backend: type[EmulatedCudaBackend], asked_of: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 2, 64, generator=generator).half().requires_grad_() for _ in range(3))
+    weights = torch.randn(q.shape, generator=generator).half()
+    engine, found = EmulatedEngine(backend.name), []
+    torch.use_deterministic_algorithms(asked_of == "torch")
+    try:
+        with engine.active():
+            for seed in (0, 1, 2):
+                with emulator.shuffled(seed):
+                    out = fast_attn_func(q, k, v, deterministic=asked_of == "the call", backend=engine.backend)
+                    found.append(torch.autograd.grad(out, (q, k, v), weights))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
 @every_backend

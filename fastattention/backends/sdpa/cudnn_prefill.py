@@ -33,7 +33,7 @@ def why_faster(problem: Problem) -> str | None:
     if operations < least:
         return None
     if problem.needs_grad:
-        return "its backward is 1.3 to 2.3 times as fast as our kernels on an H200"
+        return "its backward is faster than our kernels on an H200"
     return "1.3 to 2.3 times as fast as our kernels on an H100"
 
 

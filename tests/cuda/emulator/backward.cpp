@@ -4,4 +4,3 @@
 #include "launch.hpp"
 
 FA_EMULATED(emulate_backward, fastattention_backward, BackwardParams)
-FA_EMULATED(emulate_round_queries, fastattention_round_queries, BackwardParams)

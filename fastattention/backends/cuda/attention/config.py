@@ -216,9 +216,13 @@ class BackwardConfig(PlainTiles, AttentionConfig):
     paged: ClassVar = False
     decodes: ClassVar = False
     split_keys_across_warps: ClassVar = False
-    source: ClassVar[str] = "backward.cuh"
 
     gradients: str  # "q", "kv", "k" or "v"; "qkv" sums those of queries in memory, in any order
+
+    @property
+    def source(self) -> str:
+        """The header in kernels/ that is compiled."""
+        return "summed_backward.cuh" if self.sums_queries else "backward.cuh"
 
     @property
     def entries(self) -> tuple[Entry, ...]:

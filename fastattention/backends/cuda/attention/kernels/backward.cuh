@@ -332,10 +332,3 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattentio
     if (work.m_tile * kTileM >= mask.seqlen_q) return;
     BackwardTile(params, work, mask).run();
 }
-
-// After fastattention_backward, where that sums gradients of queries.
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, 1)
-    fastattention_round_queries(FA_PARAMETER fastattention::BackwardParams params) {
-    using namespace fastattention;
-    if constexpr (kSumsQueries) round_queries<Arch>(params);
-}

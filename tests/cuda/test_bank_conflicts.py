@@ -101,9 +101,7 @@ def test_nor_has_that_of_a_backward(backend: EmulatedCudaBackend, gradients: str
 @sampled
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])
-def test_nor_has_that_of_a_backward_which_sums_gradients_of_queries(
-    backend: EmulatedCudaBackend, headdim: int
-) -> None:
+def test_nor_has_that_of_a_backward_which_sums_gradients_of_queries(backend: EmulatedCudaBackend, headdim: int) -> None:
     less, more = (of_backward(backend, headdim, seqlen_q, 128, "qkv") for seqlen_q in (192, 384))
     assert_main_loop_has_no_conflicts(less, more)
 

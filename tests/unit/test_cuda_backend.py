@@ -68,7 +68,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"dtype": torch.float32}, "float32 is not served; use float16 or bfloat16, or backend='sdpa'"),
     "bias": ({"grads": ("attn_bias",)}, f"attn_bias requires a gradient, which cuda does not compute{SDPA}"),
     "pages": ({"grads": ("q",), "page_block_size": 16}, "k and v are pages, whose gradients are not computed"),
-    "wide": ({"grads": ("q",), "headdim": 288}, f"headdim=288; gradients are computed from 1 to 256{SDPA}"),
+    "wide": (
+        {"grads": ("q",), "headdim": 288},
+        f"headdim=288: no kernels for gradients of this call fit the GPU; those from 1 to 256 do{SDPA}",
+    ),
     "mask": ({"dropout_p": 0.5, "return_mask": True}, "return_attn_probs with dropout is not served"),
     "float32 cache": ({**CACHE, "dtype": torch.float32}, "float32 is not served"),
     "unknown": ({"score_tensors": ("unknown",), "softcap": 3.0}, "cuda does not serve unknown; leave it out"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastattention.backends.cuda.attention.backward_heuristics import choose_backward
+from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import CHIPS
 from unit.samples import problem_of
 
@@ -27,6 +28,18 @@ def kernels(chip: str, headdim: int = 64, headdim_v: int | None = None, **change
 def test_one_kernel_computes_all_gradients_where_it_is_faster(chip: str, widest: int) -> None:
     for headdim in (32, 64, 256):
         assert (kernels(chip, headdim) == ["qkv"]) == (headdim <= widest)
+
+
+@pytest.mark.parametrize(
+    ("chip", "found"),
+    [("H100", ["qkv"]), ("A100", ["qkv"]), ("RTX 3090", ["k", "v", "q"]), ("T4", None), ("V100", None)],
+)
+def test_wide_heads_have_kernels_from_ampere_on(chip: str, found: list[str] | None) -> None:
+    if found is None:
+        with pytest.raises(CompileError, match="512"):
+            kernels(chip, 512)
+    else:
+        assert kernels(chip, 512) == found
 
 
 @pytest.mark.parametrize("chip", CHIPS)

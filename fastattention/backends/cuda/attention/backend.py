@@ -92,7 +92,10 @@ class CudaBackend(AttentionBackend):
             return reason
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
-        return why_not_backward(problem, self.name) or (why_not_widths(problem) if problem.grads else None)
+        if (reason := why_not_backward(problem, self.name)) is not None or not problem.grads:
+            return reason
+        limits = self._limits(problem)
+        return why_not_widths(problem, self._arch(limits), limits)
 
     def how(self, problem: Problem) -> str:
         """Whether it computes the gradients too; else the kernel: one for few queries, or one for many."""

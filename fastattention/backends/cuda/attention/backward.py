@@ -20,16 +20,28 @@ from fastattention.backends.cuda.attention.launches import attention_template
 from fastattention.backends.cuda.attention.params import BackwardParams
 from fastattention.backends.cuda.common.memory import aligned_as, prepared
 from fastattention.engine.bounded import BoundedDict
+from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
 
-def why_not_widths(problem: Problem) -> str | None:
+def why_not_widths(problem: Problem, arch: int, limits: Limits) -> str | None:
     """Why the kernels here do not fit the head dimensions, or None."""
     for name, columns in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
-        if not 1 <= columns <= WIDEST_OF_A_WARP:
-            return f"{name}={columns}; gradients are computed from 1 to {WIDEST_OF_A_WARP}; use backend='sdpa'"
+        if columns < 1 or (columns > WIDEST_OF_A_WARP and not _fits(problem, arch, limits)):
+            return (
+                f"{name}={columns}: no kernels for gradients of this call fit the GPU; those from 1 to "
+                f"{WIDEST_OF_A_WARP} do; use backend='sdpa'"
+            )
     return None
+
+
+def _fits(problem: Problem, arch: int, limits: Limits) -> bool:
+    try:
+        choose_backward(problem, arch, limits)
+    except CompileError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

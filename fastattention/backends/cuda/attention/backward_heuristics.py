@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from fastattention.attention.problem import Problem
+from fastattention.attention.problem import MAX_HEADDIM, Problem
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig
 from fastattention.backends.cuda.attention.heuristics import (
     ALIBI,
@@ -91,6 +91,15 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles("qkv", 64, 64, 8, 1, 1, column_warps=2),
             _Tiles("qkv", 32, 32, 4, 1, 1, column_warps=2),
         ),
+        MAX_HEADDIM: (
+            _Tiles("k", 32, 32, 8, 1, 1, column_warps=4),
+            _Tiles("k", 32, 16, 2, 1, 1, 2),
+            _Tiles("v", 32, 32, 8, 1, 1, column_warps=4),
+            _Tiles("v", 32, 16, 2, 1, 1, 2),
+            _Tiles("q", 32, 32, 8, 1, 1, column_warps=4),
+            _Tiles("q", 32, 16, 2, 1, 1, 2),
+            _Tiles("qkv", 32, 32, 8, 1, 1, column_warps=4),
+        ),
     },
     75: {
         64: (
@@ -156,6 +165,8 @@ def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[Backwar
     Gradients of queries are summed in any order where that is faster, unless the problem is deterministic.
     """
     columns = padded_headdims(problem.headdim, problem.headdim_v)
+    if max(columns) > max(_TILES[arch]):
+        raise CompileError(f"head dimension {max(problem.headdim, problem.headdim_v)} has no kernel for gradients here")
     rules, drops = score_rules(problem), problem.dropout_p > 0.0
     asked = demands(rules, drops)
     block_m, block_n = problem.block_size or (None, None)

@@ -230,7 +230,7 @@ class BackwardConfig(PlainTiles, AttentionConfig):
         backward = Entry("fastattention_backward", self.num_warps, self.shared_bytes)
         if not self.sums_queries:
             return (backward,)
-        rounding = self.tile_bytes(self.num_warps * self.step_rows, self.headdim)
+        rounding = self.tile_bytes(self.num_warps * self.step_rows, self.rounded_columns)
         return backward, Entry("fastattention_round_queries", self.num_warps, rounding)
 
     @property
@@ -245,6 +245,16 @@ class BackwardConfig(PlainTiles, AttentionConfig):
             if self.tile_n % (parts * self.step_rows) == 0 and self.headdim * parts % (16 * self.num_warps) == 0:
                 return parts
         return 0
+
+    @property
+    def rounded_columns(self) -> int:
+        """Columns of sums that a warp rounds at a time: all, or what fits its registers."""
+        return self.headdim if self.headdim <= WIDEST_OF_A_WARP else 64
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether tiles of biases pass through shared memory: those of two fragments or more."""
+        return super().stages_bias and self.tile_n // self.column_warps >= 16
 
     def why_not_even(self) -> str | None:
         """Why warps cannot share out columns evenly, or None."""
@@ -282,8 +292,10 @@ class BackwardConfig(PlainTiles, AttentionConfig):
             columns = self.tile_n // self.column_warps
             queries, keys = (columns, self.warp_rows) if self.rows_are_keys else (self.warp_rows, columns)
             tile += self.num_warps * self.tile_bytes(queries, keys)
-        exchanged = self.tile_bytes(self.tile_m, self.tile_n) * self.sums_queries * min(self.column_warps, 2)
-        return self.tile_m * (rows + of_row) + self.num_stages * tile + exchanged + self.block_list_bytes
+        shares = self.column_warps > 1
+        left = self.differentiates_scores * (self.sums_queries or shares) + self.differentiates_values * shares
+        left *= self.tile_bytes(self.tile_m, self.tile_n)
+        return self.tile_m * (rows + of_row) + self.num_stages * tile + left + self.block_list_bytes
 
     @property
     def accumulators(self) -> int:
@@ -302,8 +314,8 @@ def stored_columns(headdim: int) -> int:
 
 
 def lanes_for(columns: int) -> int:
-    """Lanes that read a row, eight elements each: a power of two, so that a warp has whole rows."""
-    return 1 << (-(-columns // 8) - 1).bit_length()
+    """Lanes that read a row, eight elements at a time: a power of two, so that a warp has whole rows."""
+    return min(32, 1 << (-(-columns // 8) - 1).bit_length())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.cuda.attention import decode_heuristics, heuristics
-from fastattention.backends.cuda.attention.backward import choose_backward_launches
+from fastattention.backends.cuda.attention.backward import choose_backward_launches, why_not_widths
 from fastattention.backends.cuda.attention.config import (
     CACHE_FORMATS,
     WIDEST_OF_A_WARP,
@@ -195,9 +195,10 @@ def training_variants_of(
             heuristics.choose_config(replace(problems[-1], seqlen_q=seqlen), arch, limits)
             for seqlen in heuristics.representative_seqlens()
         ]
-        if headdim <= WIDEST_OF_A_WARP:
-            for problem, deterministic in itertools.product(problems, (False, True)):
-                launches = choose_backward_launches(replace(problem, deterministic=deterministic), arch, limits)
+        for problem, deterministic in itertools.product(problems, (False, True)):
+            problem = replace(problem, deterministic=deterministic)
+            if why_not_widths(problem, arch, limits) is None:
+                launches = choose_backward_launches(problem, arch, limits)
                 variants += [launches.delta.variant, *(step.config for step in launches.passes)]
     return list(dict.fromkeys(variants))
 

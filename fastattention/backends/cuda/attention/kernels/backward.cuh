@@ -114,7 +114,7 @@ constexpr int kFirstBytes =
     kGradFirst || FirstRows::kBytes > kGradientOfValueBytes ? FirstRows::kBytes : kGradientOfValueBytes;
 constexpr int kSecondBytes = kGradFirst ? SecondRows::kBytes : 0;
 constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : RowStatsCopy::kBytes);
-static_assert(kRowBytes + kStages * PassingTiles::kBytes + kExchangedBytes + TileWalk::kSharedBytes == Config::shared_bytes);
+static_assert(kRowBytes + kStages * PassingTiles::kBytes + kLeftBytes + TileWalk::kSharedBytes == Config::shared_bytes);
 
 class BackwardTile {
 public:
@@ -245,17 +245,18 @@ private:
                             BeginNext begin_next) const {
         const TileKind kind = rows.kind_of(column);
         const uint32_t tile = passing(stage);
-        if (kind == TileKind::kSkipped && !kSumsQueries) return begin_next();
+        // Where warps wait for each other, none may leave out a tile.
+        if (kind == TileKind::kSkipped && !kLeavesScores) return begin_next();
         GradientRows::Scores weights = {}, grads = {};
         const uint32_t second = PassingTiles::second_of(tile);
         if (kind != TileKind::kSkipped)
             rows.score(weights, grads, tile, second, PassingTiles::stats_of(tile), tiles.biases_of(tile), column, kind);
-        if constexpr (kSumsQueries) rows.leave(weights, grads, exchange());
+        if constexpr (kLeavesScores) rows.leave(weights, grads, left_scores());
         if constexpr (kColumnWarps > 1) cta_barrier();
-        rows.accumulate(weights, grads, tile, second, exchange(), begin_next);
+        rows.accumulate(weights, grads, tile, second, left_scores(), begin_next);
         if constexpr (kSumsQueries) {
             if constexpr (kColumnWarps == 1) cta_barrier();
-            add_to_queries<Arch>(params_, work_.batch, rows.head(), column, mask_.seqlen_k, exchange(), shared_);
+            add_to_queries<Arch>(params_, work_.batch, rows.head(), column, mask_.seqlen_k, left_scores(), shared_);
         }
     }
 
@@ -293,7 +294,7 @@ private:
 
     FA_DEVICE uint32_t second_shared() const { return shared_ + kFirstBytes; }
     FA_DEVICE uint32_t passing(int stage) const { return shared_ + kRowBytes + stage * PassingTiles::kBytes; }
-    FA_DEVICE uint32_t exchange() const { return passing(kStages); }
+    FA_DEVICE uint32_t left_scores() const { return passing(kStages); }
 
     const BackwardParams& params_;
     const AttentionParams& p_;

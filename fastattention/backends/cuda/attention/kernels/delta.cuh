@@ -50,11 +50,11 @@ FA_DEVICE float sum_of_weights(const AttentionParams& p, const RowOfCall& row, f
 
 FA_DEVICE float delta_of_row(const BackwardParams& params, const RowOfCall& row) {
     const AttentionParams& p = params.call;
-    const int64_t at = row.batch * p.out_stride_batch + row.head * p.out_stride_head +
-                       static_cast<int64_t>(row.token) * p.out_stride_row + lane_index() % kLanesOfRow * 8;
+    const int64_t first =
+        row.batch * p.out_stride_batch + row.head * p.out_stride_head + static_cast<int64_t>(row.token) * p.out_stride_row;
     float sum = 0.0f;
-    if (lane_index() % kLanesOfRow * 8 < p.headdim_v) {
-        const Words4 out = load_global_128(p.out + at), grad = load_global_128(params.grad_out + at);
+    for (int column = lane_index() % kLanesOfRow * 8; column < p.headdim_v; column += kLanesOfRow * 8) {
+        const Words4 out = load_global_128(p.out + first + column), grad = load_global_128(params.grad_out + first + column);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll

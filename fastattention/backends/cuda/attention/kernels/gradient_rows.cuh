@@ -40,10 +40,11 @@ static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gra
 constexpr int kFirstPitch = pitch_of<Arch::kSharedBytes>(kHeaddim);
 constexpr int kSecondPitch = pitch_of<Arch::kSharedBytes>(kHeaddimV);
 
-// A tile of scores that warps leave for others: gradients, or weights.
-constexpr int kExchangedTile = kTileM * kProbabilityPitch;
-constexpr int kExchangedBytes = kSumsQueries ? kExchangedTile * (kColumnWarps > 1 ? 2 : 1) : 0;
-static_assert(kColumnWarps == 1 || kSumsQueries, "only then do warps exchange scores");
+// Tiles of scores that warps leave for others: gradients, and weights after them.
+constexpr bool kLeavesScores = kSumsQueries || kColumnWarps > 1;
+constexpr bool kLeavesGrads = kLeavesScores && kGradFirst, kLeavesWeights = kColumnWarps > 1 && kGradSecond;
+constexpr int kLeftTile = kTileM * kProbabilityPitch, kWeightsAt = kLeavesGrads ? kLeftTile : 0;
+constexpr int kLeftBytes = kLeftTile * (kLeavesGrads + kLeavesWeights);
 
 constexpr int kStatsPlanes = 1 + kGradFirst + kHasBias;
 
@@ -123,26 +124,24 @@ public:
         }
     }
 
-    // Leaves what other warps need: gradients of scores, and also weights where warps share out the columns of gradients. A
-    // template, as not all architectures have this.
+    // Leaves the scores that other warps need. A template, as not all architectures have this.
     template <class Path = Arch>
-    FA_DEVICE void leave(const Scores& weights, const Scores& grads, uint32_t exchange) const {
-        const uint32_t own = exchange + row_warp() * kWarpRows * kProbabilityPitch;
-        Path::leave_probabilities(own, grads);
-        if constexpr (kColumnWarps > 1) Path::leave_probabilities(own + kExchangedTile, weights);
+    FA_DEVICE void leave(const Scores& weights, const Scores& grads, uint32_t to) const {
+        const uint32_t own = to + row_warp() * kWarpRows * kProbabilityPitch;
+        if constexpr (kLeavesGrads) Path::leave_probabilities(own, grads);
+        if constexpr (kLeavesWeights) Path::leave_probabilities(own + kWeightsAt, weights);
     }
 
     // Adds the products of a tile to the gradients. Calls begin_next when registers have become free.
     template <class BeginNext>
-    FA_DEVICE void accumulate(const Scores& weights, const Scores& grads, uint32_t first, uint32_t second, uint32_t exchange,
+    FA_DEVICE void accumulate(const Scores& weights, const Scores& grads, uint32_t first, uint32_t second, uint32_t left,
                               BeginNext begin_next) {
-        if constexpr (kGradFirst && kGradSecond)
-            multiply<kHeaddimV>(grad_second_, weights, exchange + kExchangedTile, second);
+        if constexpr (kGradFirst && kGradSecond) multiply<kHeaddimV>(grad_second_, weights, left + kWeightsAt, second);
         begin_next();
         if constexpr (kGradFirst) {
-            multiply<kHeaddim>(grad_first_, grads, exchange, first);
+            multiply<kHeaddim>(grad_first_, grads, left, first);
         } else {
-            multiply<kHeaddimV>(grad_second_, weights, exchange, second);
+            multiply<kHeaddimV>(grad_second_, weights, left + kWeightsAt, second);
         }
     }
 
@@ -311,14 +310,14 @@ private:
         if constexpr (kGradSecond) for_each([&](int step, int n, int i) { weights[step][n][i] *= factor(step, n, i); });
     }
 
-    // acc += scores times the rows of a tile. exchanged: where all warps have left these scores, if they share out columns.
+    // acc += scores times the rows of a tile. left: where all warps have left these scores, if they share out columns.
     template <int kColumns, int kTiles, class Path = Arch>
-    FA_DEVICE void multiply(float (&acc)[kSteps][kTiles][Arch::kElements], const Scores& scores, uint32_t exchanged,
+    FA_DEVICE void multiply(float (&acc)[kSteps][kTiles][Arch::kElements], const Scores& scores, uint32_t left,
                             uint32_t tile) const {
         const int first_column = work_.first_column + column_warp() * (kColumns / kColumnWarps);
         const typename Path::template Values<kColumns> values(tile + first_column * Arch::kSharedBytes);
         if constexpr (kColumnWarps > 1) {
-            const typename Path::SharedProbabilities rows(exchanged + row_warp() * kWarpRows * kProbabilityPitch);
+            const typename Path::SharedProbabilities rows(left + row_warp() * kWarpRows * kProbabilityPitch);
 #pragma unroll
             for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) values.accumulate(acc, rows, group);
         } else {

@@ -75,7 +75,7 @@ FA_DEVICE void add_to_queries(const BackwardParams& params, int batch, int head,
 // Each warp writes the gradients of kStepRows queries of a head.
 template <class Arch>
 FA_DEVICE void round_queries(const BackwardParams& params) {
-    constexpr int kPitch = pitch_of<2>(kHeaddim);
+    constexpr int kColumns = Config::rounded_columns, kPitch = pitch_of<2>(kColumns);
     const AttentionParams& p = params.call;
     const int steps = (p.seqlen_q + Arch::kStepRows - 1) / Arch::kStepRows;
     const int64_t index = cta_index() * kWarps + warp_index(), of_heads = index / steps;
@@ -84,19 +84,22 @@ FA_DEVICE void round_queries(const BackwardParams& params) {
     if (batch >= p.batch_size) return;
     const int num_queries = seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q);
     if (first >= num_queries) return;
-    float acc[1][kHeaddim / 8][Arch::kElements];
-    const QuerySums<Arch> sums(params, batch, head, step, 0);
-#pragma unroll
-    for (int n = 0; n < kHeaddim / 8; ++n) sums.read(n, acc[0][n]);
     const uint32_t rows = shared_memory() + warp_index() * Arch::kStepRows * kPitch;
-    leave_rows<Arch, kPitch>(acc, rows, 0, [&](int, int) { return p.softmax_scale; });
-    warp_barrier();
     const int64_t token =
         (p.cu_seqlens_q == nullptr ? static_cast<int64_t>(batch) * p.seqlen_q : p.cu_seqlens_q[batch]) + first;
-    // Gradients are contiguous.
-    copy_rows<Arch::kStepRows, kHeaddim, kPitch>({params.grad_q + (token * p.nheads + head) * p.headdim,
-                                                  static_cast<int64_t>(p.nheads) * p.headdim, num_queries - first, p.headdim},
-                                                 rows, 0);
+    const int64_t stride = static_cast<int64_t>(p.nheads) * p.headdim;  // gradients are contiguous
+    uint16_t* const to = params.grad_q + token * stride + head * p.headdim;
+#pragma unroll 1
+    for (int column = 0; column < kHeaddim; column += kColumns) {
+        float acc[1][kColumns / 8][Arch::kElements];
+        const QuerySums<Arch> sums(params, batch, head, step, column);
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) sums.read(n, acc[0][n]);
+        leave_rows<Arch, kPitch>(acc, rows, 0, [&](int, int) { return p.softmax_scale; });
+        warp_barrier();
+        copy_rows<Arch::kStepRows, kColumns, kPitch>({to + column, stride, num_queries - first, p.headdim - column}, rows, 0);
+        warp_barrier();
+    }
 }
 
 }  // namespace fastattention

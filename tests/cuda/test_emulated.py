@@ -191,11 +191,10 @@ def test_only_float32_is_refused(dtype: torch.dtype) -> None:
         ({"dropout_p": 0.1, "return_mask": True}, "return_attn_probs"),
         ({"grads": ("alibi_slopes",)}, "alibi_slopes"),
         ({"layout": Layout.VARLEN, "cache_dtype": torch.int8}, "quantized pages are read for queries of one length"),
-        ({"grads": ("q",), "headdim": 257}, "headdim=257"),
         ({"grads": ("v",), "headdim_v": 0}, "headdim_v=0"),
         ({"in_transform": True}, "torch.func"),
     ],
-    ids=["dropout-mask", "slopes", "quantized-pages", "wide", "no-columns", "transforms"],
+    ids=["dropout-mask", "slopes", "quantized-pages", "no-columns", "transforms"],
 )
 def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) -> None:
     problem = problem_of(CASES[0], torch.float16)
@@ -204,6 +203,13 @@ def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) 
         reason = backend().why_not(replace(problem, **fields))
         assert reason is not None
         assert named in reason
+
+
+def test_before_ampere_gradients_of_wide_heads_are_refused() -> None:
+    wide = replace(problem_of(CASES[0], torch.float16), grads=("q",), headdim=257)
+    reasons = {backend.limits.arch: backend().why_not(wide) for backend in emulator.EMULATED}
+    assert reasons.pop(80) is None
+    assert all(reason is not None and "headdim=257" in reason for reason in reasons.values())
 
 
 def test_products_in_int8_need_turing_rows_and_narrow_heads() -> None:

@@ -269,7 +269,8 @@ def fast_attn_varlen_func(
         is all. The mask is aligned to the used ones. Unused queries are rows without keys. Unused keys and values are
         not read. All of them have gradient 0. max_seqlen_q and max_seqlen_k count unused tokens too. cu_seqlens_k
         may be left out with block_table and seqused_k, as vLLM does.
-    - `k_scale`, `v_scale`: of quantized pages, as in `fast_attn_with_kvcache`. Backends `cpu` and `sdpa` serve them.
+    - `k_scale`, `v_scale`: of quantized pages, as in `fast_attn_with_kvcache`. `cpu`, `cuda` and `sdpa` serve
+        them.
     - `causal`, `window_size`, `softcap`: as in `fast_attn_func`, aligned to the bottom right of each sequence.
 
     The other arguments, the mask (aligned per sequence) and the errors are those that all functions share

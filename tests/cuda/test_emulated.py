@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.backend import ATTENTION_BACKENDS
-from fastattention.attention.problem import Layout
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
@@ -111,9 +110,10 @@ def variants_for(run: Run) -> set[Variant]:
 def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
     ran = {variant for run in RUNS if run.backend is backend for variant in variants_for(run)}
     wanted = [kernel for kernel in variants_of(backend.limits) if isinstance(kernel, KernelConfig | AppendConfig)]
-    paths = {path_of(kernel) for kernel in ran if not decodes(kernel)}
-    assert [kernel.name for kernel in wanted if not decodes(kernel) and path_of(kernel) not in paths] == []
+    paths = {path_of(kernel) for kernel in ran if not is_sampled(kernel)}
+    assert [kernel.name for kernel in wanted if not is_sampled(kernel) and path_of(kernel) not in paths] == []
     # Decodes cover every tile, every head dimension, and every combination of features, but not their whole product.
+    # Forwards of quantized pages cover every combination of features.
     attending = [kernel for kernel in wanted if isinstance(kernel, KernelConfig)]
     for part, kernels in ((tile_of, "decode.cuh"), (headdim_of, "decode.cuh"), (features_of, ".cuh")):
         missing = {part(kernel) for kernel in attending if kernel.source.endswith(kernels)} - {
@@ -122,8 +122,8 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
         assert missing == set()
 
 
-def decodes(kernel: Variant) -> bool:
-    return isinstance(kernel, KernelConfig) and kernel.decodes
+def is_sampled(kernel: Variant) -> bool:
+    return isinstance(kernel, KernelConfig) and (kernel.decodes or kernel.quantized)
 
 
 def tile_of(kernel: Variant) -> tuple[object, ...]:
@@ -190,11 +190,10 @@ def test_only_float32_is_refused(dtype: torch.dtype) -> None:
     [
         ({"dropout_p": 0.1, "return_mask": True}, "return_attn_probs"),
         ({"grads": ("alibi_slopes",)}, "alibi_slopes"),
-        ({"layout": Layout.VARLEN, "cache_dtype": torch.int8}, "quantized pages are read for queries of one length"),
         ({"grads": ("v",), "headdim_v": 0}, "headdim_v=0"),
         ({"in_transform": True}, "torch.func"),
     ],
-    ids=["dropout-mask", "slopes", "quantized-pages", "no-columns", "transforms"],
+    ids=["dropout-mask", "slopes", "no-columns", "transforms"],
 )
 def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) -> None:
     problem = problem_of(CASES[0], torch.float16)

@@ -15,7 +15,7 @@ from fastattention import environment
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.chips import Chip, find_chip
-from fastattention.backends.common.arguments import why_not_arguments, why_not_quantized_pages
+from fastattention.backends.common.arguments import why_not_arguments
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -186,8 +186,8 @@ def why_not_kernels(problem: Problem) -> str | None:
         return "a gradient is needed and the kernels have no backward; use backend='sdpa' or torch.no_grad()"
     if (reason := why_not_arguments(problem, "our Triton kernel", _SERVED_BY_KERNELS)) is not None:
         return reason
-    if (reason := why_not_quantized_pages(problem)) is not None:
-        return reason
+    if problem.cache_dtype is not None and problem.layout is Layout.VARLEN:
+        return "quantized pages are read for queries of one length only; use fast_attn_with_kvcache, or backend='sdpa'"
     if problem.cache_dtype not in (None, torch.int8):
         return f"a cache in {problem.cache_dtype} is not served, only in int8 and the dtype of q; use backend='sdpa'"
     if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:

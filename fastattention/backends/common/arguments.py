@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fastattention.attention.problem import PAIR_MASK, Layout, Problem
+from fastattention.attention.problem import PAIR_MASK, Problem
 
 # What the kernels for CPUs and for CUDA GPUs serve.
 KERNELS_SERVE = frozenset(
@@ -17,10 +17,3 @@ def why_not_arguments(problem: Problem, name: str, served: Collection[str]) -> s
     values = {"dropout_p": f"dropout_p={problem.dropout_p}", "softcap": f"softcap={problem.softcap}"}
     refused = [values.get(argument, argument) for argument in problem.score_arguments if argument not in served]
     return f"{name} does not serve {' and '.join(refused)}; leave it out or use another backend" if refused else None
-
-
-def why_not_quantized_pages(problem: Problem) -> str | None:
-    """Why kernels that read a quantized cache for queries of one length cannot serve `problem`; None where they can."""
-    if problem.cache_dtype is None or problem.layout is not Layout.VARLEN:
-        return None
-    return "quantized pages are read for queries of one length only; use fast_attn_with_kvcache, or backend='sdpa'"

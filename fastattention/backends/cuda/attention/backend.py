@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattention import environment
 from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
-from fastattention.backends.common.arguments import KERNELS_SERVE, why_not_arguments, why_not_quantized_pages
+from fastattention.backends.common.arguments import KERNELS_SERVE, why_not_arguments
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
@@ -87,8 +87,6 @@ class CudaBackend(AttentionBackend):
         if (reason := why_not_int8(problem, self._arch(self._limits(problem)))) is not None:
             return reason
         if (reason := why_not_arguments(problem, self.name, KERNELS_SERVE)) is not None:
-            return reason
-        if (reason := why_not_quantized_pages(problem)) is not None:
             return reason
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"

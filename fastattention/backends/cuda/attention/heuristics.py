@@ -14,6 +14,7 @@ import torch
 
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Problem
 from fastattention.backends.cuda.attention.config import (
+    CACHE_FORMATS,
     WIDEST_OF_A_WARP,
     AttentionConfig,
     KernelConfig,
@@ -150,6 +151,7 @@ def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
             block_sparse=block_m is not None,
             mixes_blocks=mixes_blocks(block_m, sizes.tile_m),
             int8_products=in_int8,
+            cache_format=CACHE_FORMATS[problem.cache_dtype],
         )
         for sizes in sorted(tiles_for(_TILES[arch], columns), key=demerits)
         if asked <= sizes.serves and not (in_int8 and KEYS_OF_SCALE % sizes.tile_n)

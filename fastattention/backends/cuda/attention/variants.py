@@ -96,7 +96,7 @@ def choose_variant(
 ) -> KernelConfig:
     """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits.
 
-    features: of UNQUANTIZED
+    features: a quantized cache lies in pages
     """
     problem = replace(
         _CALL,
@@ -152,15 +152,15 @@ def variants_of(
     arch: the code path; None is the GPU's own.
     """
     arch = arch or limits.arch
-    unquantized = [feature for feature in features if feature in UNQUANTIZED]
+    of_forwards = [(feature,) if feature in UNQUANTIZED else (Feature.PAGED, feature) for feature in features]
     seqlens, decodes = heuristics.representative_seqlens(), decode_heuristics.representative_calls()
     formats = [CACHE_FORMATS[feature.cache_dtype] for feature in features]
     columns = dict.fromkeys(AppendConfig.columns_for(headdim, headdim) for headdim in headdims)
     variants: Iterator[Variant] = itertools.chain(
         (
-            choose_variant(arch, limits, dtype, headdim, headdim, (feature,), seqlen)
-            for dtype, headdim, feature, seqlen in itertools.product(dtypes, headdims, unquantized, seqlens)
-            if feature is not Feature.PRODUCTS or multiplies_int8(arch, headdim)
+            choose_variant(arch, limits, dtype, headdim, headdim, together, seqlen)
+            for dtype, headdim, together, seqlen in itertools.product(dtypes, headdims, of_forwards, seqlens)
+            if Feature.PRODUCTS not in together or multiplies_int8(arch, headdim)
         ),
         (
             choose_decode_variant(arch, limits, dtype, headdim, headdim, (feature,), rows, keys)

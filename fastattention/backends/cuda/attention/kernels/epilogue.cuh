@@ -16,13 +16,15 @@ FA_DEVICE void leave_rows(const float (&acc)[kSteps][kTiles][Arch::kElements], u
         for (int which = 0; which < 2; ++which) {
             const float times = factor(step, which);
             const int row = step * Arch::kStepRows + Arch::row(which);
+            constexpr int kOtherTile = Arch::kSplitsColumns, kOtherElement = !Arch::kSplitsColumns;
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n)
+            for (int n = 0; n < kTiles; n += 1 + kOtherTile)
 #pragma unroll
-                for (int i = 0; i < Arch::kElements; i += 2)
+                for (int i = 0; i < Arch::kElements; i += 1 + kOtherElement)
                     if (Arch::row_of_element(i) == which)
-                        store_shared_32(to + row * kPitch + (first_column + Arch::value_column(n, i)) * 2,
-                                        Element::pack(acc[step][n][i] * times, acc[step][n][i + 1] * times));
+                        store_shared_32(
+                            to + row * kPitch + (first_column + Arch::value_column(n, i)) * 2,
+                            Element::pack(acc[step][n][i] * times, acc[step][n + kOtherTile][i + kOtherElement] * times));
         }
 }
 

@@ -14,6 +14,7 @@ template <class Mma>
 struct Fragments8 : Fragments16<Mma> {
     using Base = Fragments16<Mma>;
 
+    static constexpr bool kSplitsColumns = true;
     static FA_DEVICE int value_column(int tile, int i) {
         return tile / 2 * 16 + (lane_index() % 4 * 2 + i % 2) * 2 + tile % 2;
     }

@@ -15,6 +15,7 @@ struct Layout16 {
     static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
     static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
     static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
+    static constexpr bool kSplitsColumns = false;  // whether two tiles of values have the even and the odd columns of 16
     // Which of a lane's columns of a tile holds an element.
     static FA_DEVICE constexpr int column_of_element(int i) { return i % 2; }
 

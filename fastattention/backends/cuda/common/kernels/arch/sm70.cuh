@@ -39,6 +39,8 @@ struct Arch {
         return tile / 2 * 16 + i / 4 * 8 + tile % 2 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
     }
 
+    static constexpr bool kSplitsColumns = false;
+
     static FA_DEVICE constexpr int column_of_element(int i) { return i / 4 * 2 + i % 2; }
 
     template <class Combine>

@@ -225,26 +225,22 @@ def test_warmup_compiles_with_the_threads_that_it_can_have(
 RULES = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
 
 
-def rules_of(kernel: KernelConfig) -> tuple[bool, bool, bool]:
-    """Softcap, ALiBi, bias."""
-    return kernel.softcaps, kernel.has_alibi, kernel.has_bias
-
-
 def test_warmup_takes_what_every_kind_of_call_needs(
     run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[Variant, int]]
 ) -> None:
     assert run_command("warmup", "--device", "cuda:0", "--headdim", 64, "--dtype", "float16").exit_code == 0
     features = {
         source: {
-            (*rules_of(kernel), kernel.paged, kernel.cache_format)
+            (*kernel.rules, kernel.paged, kernel.cache_format)
             for kernel in kernels_of(loaded)
             if kernel.source == source
         }
         for source in ("forward.cuh", "decode.cuh")
     }
     plain = {(*rules, False, "") for rules in RULES} | {(*RULES[0], True, "")}
-    assert features["forward.cuh"] == plain
-    assert features["decode.cuh"] == plain | {(*RULES[0], False, "int8"), (*RULES[0], False, "float8")}
+    formats = ("int8", "float8")
+    assert features["forward.cuh"] == plain | {(*RULES[0], True, cache_format) for cache_format in formats}
+    assert features["decode.cuh"] == plain | {(*RULES[0], False, cache_format) for cache_format in formats}
     # One for few queries of a group, one for more.
     assert {kernel.tile_m for kernel in kernels_of(loaded) if kernel.decodes} == {16, 64, 128}
     appends = [kernel for kernel, _ in loaded if isinstance(kernel, AppendConfig)]
@@ -279,7 +275,7 @@ def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
     assert run_command("warmup", "--device", "cuda").exit_code == 0
     assert {index for _, index in loaded} == {1}  # the current device
     forwards = [kernel for kernel in kernels_of(loaded) if not kernel.decodes]
-    assert {(kernel.headdim, kernel.dtype, *rules_of(kernel), kernel.paged) for kernel in forwards} == {
+    assert {(kernel.headdim, kernel.dtype, *kernel.rules, kernel.paged) for kernel in forwards} == {
         (headdim, dtype, *features)
         for headdim in (64, 96, 128, 256)
         for dtype in (torch.float16, torch.bfloat16)

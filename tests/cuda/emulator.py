@@ -386,11 +386,6 @@ class EmulatedSingleSm80(EmulatedCudaBackend):
 EMULATED = (EmulatedSm60, EmulatedSm70, EmulatedSm75, EmulatedSm80)
 
 
-def rules_of(config: AttentionConfig) -> tuple[bool, ...]:
-    """How scores differ from products times a number: softcap, ALiBi, bias."""
-    return config.softcaps, config.has_alibi, config.has_bias
-
-
 def path_of(variant: Variant) -> Variant:
     """A kernel without its rules of scores, which are the same code in every tile: tests of tiles need one of them."""
     if not isinstance(variant, AttentionConfig):

@@ -15,7 +15,7 @@ from conformance.check import check
 from conformance.engines import RegisteredEngine
 from conformance.int8_cases import INT8, INT8_TILES
 from conformance.rows_behind import check_rows_behind
-from emulator import EmulatedCudaBackend, path_of, rules_of
+from emulator import EmulatedCudaBackend, path_of
 from tiers import covering_paths, slow, tier_of
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def headdim_of(kernel: Variant) -> int:
 
 def features_of(kernel: Variant) -> tuple[object, ...]:
     assert isinstance(kernel, KernelConfig)
-    return kernel.source, kernel.cache_format, *rules_of(kernel), kernel.paged, kernel.int8_products
+    return kernel.source, kernel.cache_format, *kernel.rules, kernel.paged, kernel.int8_products
 
 
 def tiles_for(run: Run) -> str:

@@ -10,7 +10,7 @@ import emulator
 import pytest
 import torch
 from conformance.gradients import GRADIENT_CASES, check_gradients, in_order
-from emulator import EmulatedCudaBackend, path_of, rules_of
+from emulator import EmulatedCudaBackend, path_of
 from test_emulated import EmulatedEngine, Run
 from tiers import Tier, covering, slow, tier_of
 
@@ -74,7 +74,7 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
     assert [one.name for one in wanted if path_of(one) not in paths and not getattr(one, "drops", False)] == []
 
     def rules(variants: Iterable[Variant]) -> set[tuple[bool, ...]]:
-        return {rules_of(one) for one in variants if isinstance(one, BackwardConfig)}
+        return {one.rules for one in variants if isinstance(one, BackwardConfig)}
 
     assert rules(wanted) <= rules(ran)
 

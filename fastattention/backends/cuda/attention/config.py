@@ -50,9 +50,14 @@ class AttentionConfig(TileVariant):
     mixes_blocks: bool = False  # rows of a CTA lie in several of its rows
 
     @property
+    def rules(self) -> tuple[bool, bool, bool]:
+        """How scores differ from products times a number: by softcap, ALiBi, bias."""
+        return self.softcaps, self.has_alibi, self.has_bias
+
+    @property
     def modifies_scores(self) -> bool:
         """Whether scores are more than products times a number."""
-        return self.softcaps or self.has_alibi or self.has_bias or self.extreme_scores
+        return any(self.rules) or self.extreme_scores
 
     @property
     def stages_bias(self) -> bool:

@@ -93,6 +93,8 @@ EVERY_TIME = (
     "bias-copied-float16-cuda-sm80",
     "bias-copied-one-row-bfloat16-cuda-sm80",
     "bias-pairs-float16-cuda-sm80",  # rows do not begin where whole tiles can be copied
+    "varlen-pages-int8-7-float16-cuda-sm80",  # the forward reads quantized pages
+    "varlen-pages-float8-16-bfloat16-cuda-sm75",
 )
 
 

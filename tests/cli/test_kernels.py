@@ -282,7 +282,8 @@ def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
         for features in [*((*rules, False) for rules in RULES), (*RULES[0], True)]
     }
     # Both are for short sequences and for long ones.
-    assert {kernel.tile_m for kernel in forwards if kernel.headdim == 64} == {128, 192}
+    of_64 = [kernel for kernel in forwards if kernel.headdim == 64 and not kernel.quantized]
+    assert {kernel.tile_m for kernel in of_64} == {128, 192}
 
 
 def test_warmup_follows_the_chosen_code_path(

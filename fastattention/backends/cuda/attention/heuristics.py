@@ -28,7 +28,7 @@ from fastattention.quantized import KEYS_OF_SCALE
 NOTHING: frozenset[str] = frozenset()
 SOFTCAP, ALIBI, DROPOUT = (frozenset((field,)) for field in ("softcaps", "has_alibi", "drops"))
 SCORES = SOFTCAP | ALIBI | {"has_bias", "extreme_scores"}
-EVERYTHING = SCORES | DROPOUT
+EVERYTHING = SCORES | DROPOUT | {"quantized"}
 
 
 class _Tiles(NamedTuple):
@@ -132,7 +132,7 @@ def candidates_for(problem: Problem, arch: int) -> list[KernelConfig]:
     columns = padded_headdims(problem.headdim, problem.headdim_v)
     block_m = None if problem.block_size is None else problem.block_size[0]
     rules, drops, in_int8 = score_rules(problem), problem.dropout_p > 0.0, problem.qk_dtype is not None
-    asked = demands(rules, drops)
+    asked = demands(rules, drops, problem.cache_dtype is not None)
 
     def demerits(sizes: _Tiles) -> tuple[bool, int]:
         of_length = 0 if sizes.max_seqlen_q is None else max(0, problem.seqlen_q - sizes.max_seqlen_q)
@@ -204,9 +204,9 @@ def score_rules(problem: Problem) -> dict[str, Any]:
     }
 
 
-def demands(rules: Mapping[str, bool], drops: bool) -> set[str]:
+def demands(rules: Mapping[str, bool], drops: bool, quantized: bool = False) -> set[str]:
     """What a call has that takes registers: fields of a configuration. rules: `score_rules`."""
-    return {field for field, on in {**rules, "drops": drops}.items() if on}
+    return {field for field, on in {**rules, "drops": drops, "quantized": quantized}.items() if on}
 
 
 def has_natural_scores(problem: Problem) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from fastattention.backends.cuda.attention.backward_heuristics import choose_backward
 from fastattention.errors import CompileError
@@ -15,10 +12,9 @@ from unit.samples import problem_of
 GRADS = ("q", "k", "v")
 
 
-def kernels(chip: str, headdim: int = 64, headdim_v: int | None = None, **changes: object) -> list[str]:
+def kernels(chip: str, headdim: int = 64, **changes: object) -> list[str]:
     limits = CHIPS[chip]
-    problem = problem_of(headdim=headdim, headdim_v=headdim_v or headdim, dtype=torch.float16)
-    problem = replace(problem, **{"grads": GRADS, **changes})  # type: ignore[arg-type]
+    problem = problem_of(**{"headdim": headdim, "grads": GRADS, **changes})
     return [config.gradients for config in choose_backward(problem, limits.arch, limits)]
 
 
@@ -57,9 +53,9 @@ def test_some_gradients_alone_need_no_sums() -> None:
 @pytest.mark.parametrize(("headdim", "headdim_v"), [(128, 32), (256, 64), (96, 96), (192, 128), (32, 256)])
 def test_warps_share_out_columns_in_sixteens(headdim: int, headdim_v: int) -> None:
     limits = CHIPS["H100"]
-    problem = problem_of(headdim=headdim, headdim_v=headdim_v, dtype=torch.float16)
     for dropout_p in (0.0, 0.1):
-        (config,) = choose_backward(replace(problem, grads=GRADS, dropout_p=dropout_p), 80, limits)
+        problem = problem_of(headdim=headdim, headdim_v=headdim_v, grads=GRADS, dropout_p=dropout_p)
+        (config,) = choose_backward(problem, 80, limits)
         assert headdim % (16 * config.column_warps) == 0
         assert headdim_v % (16 * config.column_warps) == 0
         assert headdim * config.query_parts % (16 * config.num_warps) == 0

@@ -124,7 +124,7 @@ class CudaBackend(AttentionBackend):
     def backward(
         self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
     ) -> dict[str, Tensor]:
-        """A launch of delta.cuh, then of backward.cuh for keys and values, or for each, and for queries."""
+        """A launch of delta.cuh, then of one kernel for all gradients, or of one for each or two of them."""
         if torch.are_deterministic_algorithms_enabled() and not problem.deterministic:
             problem = replace(problem, deterministic=True)
         launches = self._backward_launches.get(problem)

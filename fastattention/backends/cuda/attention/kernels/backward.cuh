@@ -68,7 +68,7 @@ public:
           second_(second),
           stats_(stats),
           biases_(biases, warp_index()),
-          warp_row_(first_row + row_warp() * kWarpRows) {}
+          warp_row_(first_row + first_warp_row()) {}
 
     FA_DEVICE void begin(int column, uint32_t to) {
         begin_first(column, to);

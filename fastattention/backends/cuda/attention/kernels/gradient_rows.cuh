@@ -8,7 +8,7 @@
 //
 // (FlashAttention-2, arXiv 2307.08691, algorithm 2; the gradient of lse is part of delta because dlse/ds = p.) A row has two
 // vectors: the first is a key or a query, the second a value or a gradient of the result. Weights and gradients of scores
-// stay in registers, in the layout of operands of the second products.
+// stay in registers, in the layout of operands of the second products, unless other warps need them.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -29,11 +29,6 @@ constexpr bool kGradSecond = Config::differentiates_values;  // differentiates t
 constexpr bool kSumsQueries = Config::sums_queries;  // rows are keys, and gradients of queries are summed in memory
 static_assert(kRowsAreKeys || !kGradSecond, "gradients of the result have none");
 static_assert(!kGroupedRows && !kPaged, "a backward has no cache");
-
-constexpr int kSteps = kTileM / (kRowWarps * Arch::kStepRows);
-constexpr int kWarpRows = kSteps * Arch::kStepRows;
-static_assert(kSteps * kRowWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
-static_assert(!kMixesBlocks || kBlockStep % kWarpRows == 0, "a warp skips what its rows do not keep");
 
 static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gradients would be shared out differently");
 
@@ -66,16 +61,16 @@ public:
           work_(work),
           mask_(mask),
           last_row_(last_row),
-          warp_row_(work.m_tile * kTileM + row_warp() * kWarpRows) {
+          warp_row_(work.m_tile * kTileM + first_warp_row()) {
         clear(grad_first_);
         clear(grad_second_);
     }
 
     // Loads this warp's rows from those of the CTA in shared memory.
     FA_DEVICE void load(uint32_t first, uint32_t second, uint32_t stats) {
-        first_.load(first + row_warp() * kWarpRows * kFirstPitch);
-        if constexpr (kGradFirst) second_.load(second + row_warp() * kWarpRows * kSecondPitch);
-        stats_shared_ = stats + row_warp() * kWarpRows * 4;
+        first_.load(first + first_warp_row() * kFirstPitch);
+        if constexpr (kGradFirst) second_.load(second + first_warp_row() * kSecondPitch);
+        stats_shared_ = stats + first_warp_row() * 4;
     }
 
     FA_DEVICE TileKind kind_of(int column) const {
@@ -127,7 +122,7 @@ public:
     // Leaves the scores that other warps need. A template, as not all architectures have this.
     template <class Path = Arch>
     FA_DEVICE void leave(const Scores& weights, const Scores& grads, uint32_t to) const {
-        const uint32_t own = to + row_warp() * kWarpRows * kProbabilityPitch;
+        const uint32_t own = to + first_warp_row() * kProbabilityPitch;
         if constexpr (kLeavesGrads) Path::leave_probabilities(own, grads);
         if constexpr (kLeavesWeights) Path::leave_probabilities(own + kWeightsAt, weights);
     }
@@ -317,7 +312,7 @@ private:
         const int first_column = work_.first_column + column_warp() * (kColumns / kColumnWarps);
         const typename Path::template Values<kColumns> values(tile + first_column * Arch::kSharedBytes);
         if constexpr (kColumnWarps > 1) {
-            const typename Path::SharedProbabilities rows(left + row_warp() * kWarpRows * kProbabilityPitch);
+            const typename Path::SharedProbabilities rows(left + first_warp_row() * kProbabilityPitch);
 #pragma unroll
             for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) values.accumulate(acc, rows, group);
         } else {
@@ -330,25 +325,18 @@ private:
     FA_DEVICE void write(const float (&acc)[kSteps][kTiles][Arch::kElements], uint16_t* to, int columns, uint32_t shared,
                          float factor) const {
         constexpr int kPitch = pitch_of<2>(kColumns), kColumnsOfWarp = kColumns / (kValueParts * kColumnWarps);
-        const uint32_t rows = shared + row_warp() * kWarpRows * kPitch;
+        const uint32_t rows = shared + first_warp_row() * kPitch;
         const int first_in_shared = column_warp() * kColumnsOfWarp, first_column = work_.first_column;
         leave_rows<Arch, kPitch>(acc, rows, first_in_shared, [&](int, int) { return factor; });
         warp_barrier();
         // Gradients are contiguous.
         const int64_t heads = kRowsAreKeys ? p_.nheads / p_.group_size : p_.nheads;
-        const int64_t first = kRowsAreKeys ? first_key(p_, work_.batch) : first_query(p_, work_.batch);
+        const int64_t first = kRowsAreKeys ? first_token_of_all(p_.cu_seqlens_k, work_.batch, p_.seqlen_k)
+                                           : first_token_of_all(p_.cu_seqlens_q, work_.batch, p_.seqlen_q);
         const int64_t at = (first + warp_row_) * heads + (kRowsAreKeys ? work_.kv_head : work_.head);
         copy_rows<kWarpRows, kColumnsOfWarp, kPitch>(
             {to + at * columns + first_column, heads * columns, last_row_ + 1 - warp_row_, columns - first_column}, rows,
             first_in_shared);
-    }
-
-    // The first token of a sequence among the tokens of all.
-    static FA_DEVICE int64_t first_query(const AttentionParams& p, int batch) {
-        return p.cu_seqlens_q == nullptr ? static_cast<int64_t>(batch) * p.seqlen_q : p.cu_seqlens_q[batch];
-    }
-    static FA_DEVICE int64_t first_key(const AttentionParams& p, int batch) {
-        return p.cu_seqlens_k == nullptr ? static_cast<int64_t>(batch) * p.seqlen_k : p.cu_seqlens_k[batch];
     }
 
     const BackwardParams& params_;

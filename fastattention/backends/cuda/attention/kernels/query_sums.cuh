@@ -85,8 +85,7 @@ FA_DEVICE void round_queries(const BackwardParams& params) {
     const int num_queries = seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q);
     if (first >= num_queries) return;
     const uint32_t rows = shared_memory() + warp_index() * Arch::kStepRows * kPitch;
-    const int64_t token =
-        (p.cu_seqlens_q == nullptr ? static_cast<int64_t>(batch) * p.seqlen_q : p.cu_seqlens_q[batch]) + first;
+    const int64_t token = first_token_of_all(p.cu_seqlens_q, batch, p.seqlen_q) + first;
     const int64_t stride = static_cast<int64_t>(p.nheads) * p.headdim;  // gradients are contiguous
     uint16_t* const to = params.grad_q + token * stride + head * p.headdim;
 #pragma unroll 1

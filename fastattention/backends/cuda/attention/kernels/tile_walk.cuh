@@ -1,12 +1,13 @@
 // The tiles of columns that the rows of a CTA visit, in order: all of a range, or those in blocks that a block mask keeps.
 #pragma once
 
-#include "attention_variant.cuh"
 #include "block_grid.cuh"
+#include "work.cuh"
 
 namespace fastattention {
 
 constexpr int kBlockStep = Config::block_step;  // tokens of a block are a multiple of it
+static_assert(!kMixesBlocks || kBlockStep % kWarpRows == 0, "a warp skips what its rows do not keep");
 
 // The rows of a CTA, of one sequence and one query head.
 struct MaskedRows {

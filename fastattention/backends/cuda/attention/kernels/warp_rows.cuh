@@ -10,20 +10,14 @@
 
 namespace fastattention {
 
-constexpr int kSteps = kTileM / (kRowWarps * Arch::kStepRows);
-constexpr int kWarpRows = kSteps * Arch::kStepRows;
-static_assert(kSteps * kRowWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
 static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "products take so many at once");
 
-static_assert(!kMixesBlocks || (kColumnWarps == 1 && kBlockStep % kWarpRows == 0), "a warp skips what its rows do not keep");
+static_assert(!kMixesBlocks || kColumnWarps == 1, "warps that exchange probabilities skip no tile");
 
 static_assert(!kInt8Products || Config::keys_of_scale % kTileN == 0, "a tile has one scale");
 
 // Rows of the output, in 16 bits, are staged in the shared memory of the queries.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
-
-// A warp's first row among those of the CTA.
-FA_DEVICE int first_warp_row() { return row_warp() * kWarpRows; }
 
 // kSteps x Arch::kStepRows rows. They share only the tiles in shared memory with other warps.
 class WarpRows {

@@ -12,8 +12,14 @@ namespace fastattention {
 
 FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
-// Which of the warps this is that share out the rows.
+// Rows of a warp: kSteps times those of a matrix instruction.
+constexpr int kSteps = kTileM / (kRowWarps * Config::step_rows);
+constexpr int kWarpRows = kSteps * Config::step_rows;
+static_assert(kWarpRows * kRowWarps == kTileM, "warps must share the rows evenly");
+
+// Which of the warps this is that share out the rows, and its first row among those of the CTA.
 FA_DEVICE int row_warp() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps; }
+FA_DEVICE int first_warp_row() { return row_warp() * kWarpRows; }
 
 // A tile of query rows of one head, or of all heads that share a key head (kGroupedRows). Then `head` is the first of them.
 struct Work {
@@ -42,6 +48,11 @@ FA_DEVICE Work find_work(const AttentionParams& p, int nheads) {
 // Tokens before a sequence when varlen. It is read where it is needed instead of kept in registers.
 FA_DEVICE int64_t first_token(const int32_t* cu_seqlens, int batch) {
     return kGroupedRows || cu_seqlens == nullptr ? 0 : cu_seqlens[batch];
+}
+
+// The same among the tokens of all sequences, which lie one after the other when their lengths are equal too.
+FA_DEVICE int64_t first_token_of_all(const int32_t* cu_seqlens, int batch, int seqlen) {
+    return cu_seqlens == nullptr ? static_cast<int64_t>(batch) * seqlen : cu_seqlens[batch];
 }
 
 FA_DEVICE int seqlen_of(const int32_t* cu_seqlens, int batch, int seqlen) {

@@ -159,14 +159,9 @@ struct Fragments16 : Layout16 {
 
     using SharedProbabilities = SharedRows<kProbabilityPitch>;
 
-    template <int kSteps, int kPitch>
-    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const SharedRows<kPitch>& p, int group) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) p.read(a[step], step, group);
-    }
-
-    template <int kSteps, int kPitch>
-    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const SharedColumns<kPitch>& p, int group) {
+    // Operands A from SharedRows or SharedColumns.
+    template <int kSteps, int kPitch, template <int> class Shared>
+    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const Shared<kPitch>& p, int group) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) p.read(a[step], step, group);
     }

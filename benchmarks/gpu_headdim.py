@@ -2,10 +2,9 @@
 
     python benchmarks/gpu_headdim.py
 
-Prefill of 16384 tokens in all at headdim 512, compared with the kernels of torch that serve it. Decode at headdim 512,
-and
-latent decode: keys of 576 whose first 512 columns are the values, 16 and 128 query heads on one key head, a dense cache
-and pages of 64. bfloat16; calls are replayed from CUDA graphs.
+Prefill and gradients of 16384 tokens in all at headdim 512, compared with the kernels of torch that serve it. Decode at
+headdim 512, and latent decode: keys of 576 whose first 512 columns are the values, 16 and 128 query heads on one key
+head, a dense cache and pages of 64. bfloat16; all but gradients are replayed from CUDA graphs.
 """
 
 from __future__ import annotations
@@ -26,26 +25,29 @@ from torch.nn.attention import SDPBackend
 from fastattention import fast_attn_func, fast_attn_with_kvcache
 from fastattention.cli.bench.gpu import sdpa
 from fastattention.cli.bench.gpu_decode import CapturedCalls, copy_bandwidth, graph_microseconds
+from fastattention.cli.bench.timing import interleaved_on_device
 
 WIDE = 512
-TOKENS, NHEADS = 16384, 4
+TOKENS, NHEADS, SEQLENS = 16384, 4, (1024, 4096, 16384)
 PEERS = {"SDPA efficient": SDPBackend.EFFICIENT_ATTENTION, "SDPA math": SDPBackend.MATH}
-Call = Callable[[], Tensor]
+Call = Callable[[], object]
 
 
 def main(rounds: int = 9, output: Path = RESULTS) -> None:
     """Measure the current GPU; write gpu_headdim.json into `output`."""
     copy_gbps = copy_bandwidth(rounds)
     with torch.inference_mode():
-        rows = [prefill(seqlen, causal, rounds) for seqlen in (1024, 4096, 16384) for causal in (False, True)]
+        rows = [prefill(seqlen, causal, rounds) for seqlen in SEQLENS for causal in (False, True)]
         rows += [decode(batch_size, keys, rounds) for batch_size, keys in ((1, 131072), (8, 32768))]
         rows += [
             latent(batch_size, keys, nheads, rounds)
             for nheads in (16, 128)
             for batch_size, keys in ((1, 131072), (32, 8192), (132, 2048))
         ]
+    rows += [gradients(seqlen, causal, rounds) for seqlen in SEQLENS for causal in (False, True)]
     figures = {"copy_gbps": copy_gbps, "rows": rows}
-    publish(output / "gpu_headdim.json", figures, wide_heads.prefill(figures), wide_heads.decode(figures))
+    blocks = wide_heads.prefill(figures), wide_heads.gradients(figures), wide_heads.decode(figures)
+    publish(output / "gpu_headdim.json", figures, *blocks)
 
 
 def random(*shape: int) -> Tensor:
@@ -62,6 +64,25 @@ def prefill(seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
         calls[name] = partial(sdpa, peer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
     flops = 4.0 * TOKENS * seqlen * NHEADS * WIDE / (2 if causal else 1)
     return {"kind": "prefill", "seqlen": seqlen, "causal": causal, **timed(calls, rounds, flops, 0.0)}
+
+
+def gradients(seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
+    """The backward alone, in any order and deterministic; 2.5 times the operations of the forward."""
+    q, k, v, grad = (random(TOKENS // seqlen, seqlen, NHEADS, WIDE) for _ in range(4))
+    attend: Callable[..., Any] = fast_attn_func
+    calls: dict[str, Call] = {}
+    for name, deterministic in (("fastattention", False), ("fastattention deterministic", True)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, causal=causal, deterministic=deterministic, backend="cuda")
+        calls[name] = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
+    for name, peer in PEERS.items():
+        leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (q, k, v)]
+        out = sdpa(peer, leaves[0], leaves[1], leaves[2], causal)
+        calls[name] = partial(torch.autograd.grad, out, leaves, grad.transpose(1, 2), retain_graph=True)
+    flops = 2.5 * 4.0 * TOKENS * seqlen * NHEADS * WIDE / (2 if causal else 1)
+    seconds = interleaved_on_device(calls, rounds)
+    microseconds = {name: 1e6 * taken for name, taken in seconds.items()}
+    return {"kind": "gradients", "seqlen": seqlen, "causal": causal, "microseconds": microseconds, "flops": flops}
 
 
 def decode(batch_size: int, keys: int, rounds: int) -> dict[str, Any]:

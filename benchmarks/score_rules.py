@@ -96,7 +96,7 @@ def measure(device: str, seqlen: int, hidden: int, headdim: int) -> dict[str, An
         }
         if rule != "dropout":
             flex = functools.partial(
-                torch.compile(flex_attention), score_mod=score_mod, block_mask=masks["window" in rule]
+                torch.compile(flex_attention, dynamic=False), score_mod=score_mod, block_mask=masks["window" in rule]
             )
             forwards["flex"] = functools.partial(heads_first, flex)
         for who, forward in forwards.items():

@@ -20,12 +20,12 @@ BACKWARD_INTRODUCTION = f"""\
 Gradients of q, k and v: 16384 tokens in all, hidden size 2048, float16. Figures are useful TFLOPS: 2.5 times the
 operations of the forward, of which a causal mask counts half. Medians of rounds in which all kernels take turns in
 one process, timed by the GPU. `sm80` is our code path for Ampere and newer. `sm75` is our path for Turing, run on the
-same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are the three kernels of torch's SDPA.
-Our gradients here are deterministic, the same bits in every run; theirs add in any order. **Bold** ratios are losses:
-ours compute seven products, theirs five ([decision](../decisions/0062-compute-gradients-by-two-kernels-on-gpus.md)).
-Ours with `deterministic=False`, the default, are newer than this record
-([decision](../decisions/0074-sum-gradients-of-queries-in-memory.md)). From Hopper on, plain calls with gradients go to
-cuDNN by themselves.
+same GPU, and does not predict a T4: with a T4's shared memory the default is the faster of both
+([0074](../decisions/0074-sum-gradients-of-queries-in-memory.md)). FlashAttention-2, cuDNN and CUTLASS are the three
+kernels of torch's SDPA. They add in any order, as ours do by default. "Det." is `deterministic=True`: the same bits in
+every run, from seven products where five would do
+([0062](../decisions/0062-compute-gradients-by-two-kernels-on-gpus.md)). **Bold** ratios are losses. cuDNN uses
+Hopper's own matrix instructions, and plain calls with gradients go to it by themselves from Hopper on.
 {NOT_MEASURED}"""
 DECODE_INTRODUCTION = f"""\
 One query a sequence against its cache, heads of 128, float16, calls replayed from a CUDA graph. GB/s count the keys and
@@ -41,6 +41,10 @@ STYLES = {
     "FlashAttention-2": Style("#d1603d"),
     "CUTLASS": Style("#8a96a1", dashed=True),
 }
+GRADIENT_PATHS = (
+    "fastattention sm80", "fastattention sm80 deterministic", "SDPA flash", "SDPA cudnn",
+    "fastattention sm75", "fastattention sm75 deterministic", "SDPA efficient",
+)  # fmt: skip
 PEERS = {"SDPA flash": "FlashAttention-2", "SDPA cudnn": "cuDNN", "SDPA efficient": "CUTLASS"}
 VARIATIONS = ("pages of 1", "pages of 16", "pages of 64", "pages of 256", "int8 cache", "float8 cache", "sm75 path",
               "sm70 path", "sm60 path")  # fmt: skip
@@ -62,6 +66,7 @@ def build_prefill() -> str:
             _dense(dense),
             f"### Sequences of uneven length, {result.gpu}",
             *_varlen(varlen),
+            *_paged(varlen, result.gpu),
             f"### Overhead of a call, {result.gpu}",
             *_overhead(result.data["call_us"]),
         )
@@ -136,6 +141,22 @@ def _varlen(measurements: list[dict[str, Any]]) -> list[str]:
     return [what, table(headings, rows)]
 
 
+def _paged(measurements: list[dict[str, Any]], gpu: str) -> list[str]:
+    """Nothing for results that are older than the question."""
+    if "paged_tflops" not in measurements[0]:
+        return []
+    rows = []
+    for one in measurements:
+        pages = one["paged_tflops"]
+        rates = (pages[name] for name in ("float16", "int8", "float8"))
+        cells = (f"{rate:.0f} ({rate / one['tflops']['fastattention sm80']:.2f})" for rate in rates)
+        rows.append([_problem(one), *cells])
+    what = """\
+The same sequences with keys and values in pages of 64 tokens, in TFLOPS, and in parentheses as a part of those without
+pages. Each CTA converts the quantized keys and values that it reads."""
+    return [f"### Pages, {gpu}", what, table(["heads of, mask", "float16", "int8", "float8"], rows)]
+
+
 def _problem(one: dict[str, Any]) -> str:
     mask = "causal" if one["causal"] else "full"
     length = "" if one["tokens"] == "packed" else f", {tokens(int(one['tokens']))}"
@@ -155,14 +176,29 @@ def _overhead(calls: dict[str, float]) -> list[str]:
 def build_backward() -> str:
     """gpu-backward.md."""
     result = Result.load("gpu_backward")
-    rates, peaks = _dense(result.data["measurements"]), _peaks(result.data["peaks"])
+    rates, peaks = _gradients(result.data["measurements"]), _peaks(result.data["peaks"])
     blocks = result.sourced(f"## {result.gpu}", rates, f"### Memory, {result.gpu}", *peaks)
     picture = "![Gradients by length, beside cuDNN, FlashAttention-2 and CUTLASS](../assets/gpu-backward.svg)"
     return page("GPU: backward", BACKWARD_INTRODUCTION, picture, *blocks)
 
 
+def _gradients(measurements: list[dict[str, Any]]) -> str:
+    rows = []
+    for one in measurements:
+        ampere, ampere_det, flash, cudnn, turing, turing_det, cutlass = (one["tflops"][name] for name in GRADIENT_PATHS)
+        rates = (f"{rate:.0f}" for rate in (ampere, ampere_det, flash, cudnn, turing, turing_det, cutlass))
+        ratios = (ampere / flash, ampere_det / flash, ampere / cudnn, turing / cutlass, turing_det / cutlass)
+        rows.append([_problem(one), *rates, *map(ratio, ratios)])
+    headings = [
+        "heads of, mask, tokens", "`sm80`", "`sm80` det.", "FlashAttention-2", "cuDNN", "`sm75`", "`sm75` det.",
+        "CUTLASS", "`sm80` vs FlashAttention-2", "det. vs FlashAttention-2", "`sm80` vs cuDNN", "`sm75` vs CUTLASS",
+        "det. vs CUTLASS",
+    ]  # fmt: skip
+    return table(headings, rows)
+
+
 def _peaks(peaks: list[dict[str, Any]]) -> list[str]:
-    names = ("fastattention", "SDPA flash", "SDPA cudnn", "SDPA efficient")
+    names = ("fastattention", "fastattention deterministic", "SDPA flash", "SDPA cudnn", "SDPA efficient")
     rows = []
     for one in peaks:
         results = 4 * 2 * 2048 * one["tokens"]  # out and three gradients in float16
@@ -172,7 +208,8 @@ def _peaks(peaks: list[dict[str, Any]]) -> list[str]:
     what = """\
 Peak memory of a forward and its backward beyond q, k, v and the gradient of out, in MB: one causal sequence, heads of
 128, hidden size 2048, float16. `results` is out and the three gradients, which every row includes."""
-    return [what, table(["tokens", "results", "fastattention", "FlashAttention-2", "cuDNN", "CUTLASS"], rows)]
+    headings = ["tokens", "results", "fastattention", "deterministic", "FlashAttention-2", "cuDNN", "CUTLASS"]
+    return [what, table(headings, rows)]
 
 
 def build_decode() -> str:

@@ -5,9 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .markdown import ratio, seconds, table
+from .markdown import page, ratio, seconds, table
+from .results import Result
 
 GRADIENTS = " with gradients"
+INTRODUCTION = """\
+What a softcap, ALiBi, a bias, a window and dropout cost: one causal sequence of {seqlen} tokens, bfloat16, {hidden}
+columns in all heads. "With gradients" is a forward and its backward. All calls take turns in one process. "/ plain"
+compares with the same call without the rule, for windows with the window alone. FlexAttention is torch's, compiled; it
+has no dropout. `backend="cuda"`: from Hopper on, plain calls go to cuDNN by themselves. **Bold** ratios are losses."""
+LIMITS = """\
+- **A softcap of heads of 64** takes three special functions for a score, a plain call one. They bound the call
+  ([0073](../decisions/0073-compile-each-rule-of-scores-on-its-own.md)).
+- **Dropout** draws random bits for each pair of a query and a key. Their integer instructions take more time than the
+  products of heads of 64.
+- **FlexAttention** is compiled by Triton, which uses Hopper's own matrix instructions. Ours do not. That is most of its
+  lead where it has one."""
+DECODE = """\
+{batch_size} sequences of {tokens} tokens, {nheads} on {nheads_k} heads of {headdim}: {plain} a plain call, {softcap}
+with a softcap. Memory bounds both."""
+
+
+def build() -> str:
+    """score-rules.md."""
+    result = Result.load("score_rules_gpu")
+    data = result.data
+    taken = data["decode"].pop("seconds")
+    decode = DECODE.format(**data["decode"], **{rule: seconds(time) for rule, time in taken.items()})
+    return page(
+        "Rules of scores",
+        INTRODUCTION.format(seqlen=data["seqlen"], hidden=data["hidden"]),
+        *result.sourced(f"## {result.gpu}", times(data["records"]), "### Decode", decode, "### Limits", LIMITS),
+    )
 
 
 def times(records: list[dict[str, Any]]) -> str:

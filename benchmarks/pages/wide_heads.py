@@ -13,11 +13,15 @@ first 512 columns are the values, all query heads on one key head. Nothing has b
 PREFILL = """\
 16384 tokens in all, 4 heads of 512, bfloat16. Figures are useful TFLOPS (a causal mask counts half). Torch's
 FlashAttention and cuDNN kernels refuse heads above 256; "CUTLASS" is its kernel "efficient", "math" its fallback."""
+GRADIENTS = """\
+The backward alone of the same calls; useful TFLOPS count 2.5 times the operations of the forward. "Deterministic" gives
+the same bits in every run. A tile has 32 keys and 32 queries, and its shared memory leaves a multiprocessor one CTA of
+eight warps. "Math" keeps all weights, whose memory grows with the square of the length."""
 DECODE = """\
 One query a sequence, bfloat16, calls replayed from a CUDA graph. GB/s count keys and values, which lie in the same
 memory in latent attention. FlashMLA publishes up to 3000 GB/s and 660 TFLOPS for latent decode on an H800. Its kernels
-use Hopper's own matrix instructions, and ours do not: with 128 heads that is 2.6 times as fast as we are. With one
-sequence of 16 heads, merging the results of 132 CTAs takes 6 of 66 microseconds."""
+use Hopper's own matrix instructions, and ours do not: with 128 heads that is 2.5 times as fast as we are. With one
+sequence of 16 heads, merging the results of 132 CTAs took 6 of 66 microseconds on an H100."""
 CPU = """\
 As many elements at both head dimensions: 8 heads of 256 or 4 of 512. "Of limit" compares with a loop of multiply-adds
 in the call's dtype or of memory reads, on the same processor in the same run; the limit is the one that is nearer."""
@@ -32,12 +36,20 @@ copied."""
 
 def build() -> str:
     """wide-heads.md."""
-    gpu, cpu = Result.load("h100/gpu_headdim"), Result.load("headdim")
+    gpu, cpu = Result.load("gpu_headdim"), Result.load("headdim")
     return page(
         "Wide heads and latent attention",
         INTRODUCTION,
         *gpu.sourced(
-            f"## Prefill, {gpu.gpu}", PREFILL, prefill(gpu.data), f"## Decode, {gpu.gpu}", DECODE, decode(gpu.data)
+            f"## Prefill, {gpu.gpu}",
+            PREFILL,
+            prefill(gpu.data),
+            f"## Gradients, {gpu.gpu}",
+            GRADIENTS,
+            gradients(gpu.data),
+            f"## Decode, {gpu.gpu}",
+            DECODE,
+            decode(gpu.data),
         ),
         f"## {cpu.processor}",
         CPU,
@@ -57,11 +69,24 @@ def prefill(data: dict[str, Any]) -> str:
     return table(["tokens, mask", "`sm80`", "CUTLASS", "math", "vs CUTLASS"], rows)
 
 
+def gradients(data: dict[str, Any]) -> str:
+    """On a GPU, beside torch's kernels."""
+    names = ("fastattention", "fastattention deterministic", "SDPA efficient", "SDPA math")
+    rows = []
+    for one in (row for row in data["rows"] if row["kind"] == "gradients"):
+        ours, in_order, cutlass, math = (one["flops"] / one["microseconds"][name] / 1e6 for name in names)
+        label = f"{tokens(one['seqlen'])}, {'causal' if one['causal'] else 'full'}"
+        cells = (f"{rate:.0f}" for rate in (ours, in_order, cutlass, math))
+        rows.append([label, *cells, ratio(ours / cutlass), ratio(in_order / cutlass)])
+    headings = ["tokens, mask", "`sm80`", "deterministic", "CUTLASS", "math", "vs CUTLASS", "deterministic vs CUTLASS"]
+    return table(headings, rows)
+
+
 def decode(data: dict[str, Any]) -> str:
     """On a GPU, beside a copy."""
     copy = data["copy_gbps"]
     rows = []
-    for one in (row for row in data["rows"] if row["kind"] != "prefill"):
+    for one in (row for row in data["rows"] if "decode" in row["kind"]):
         for place, taken in one["microseconds"].items():
             gbps = one["bytes"] / taken / 1e3
             heads = "16 on 2 heads of 512" if one["kind"] == "decode" else f"latent, {one['nheads']} heads"

@@ -19,7 +19,7 @@ from fastattention.attention.problem import Problem
 from fastattention.attention.reference import apply_rotary, reference_attention
 from fastattention.backends.common.dropout import kept
 from fastattention.testing.calls import SEED, Call, build_call, call_without_values
-from fastattention.testing.case import Case, KvCacheCase
+from fastattention.testing.case import Case, DenseCase, KvCacheCase
 
 FACTOR, FACTOR_OF_TORCH_GRADIENTS = 2.0, 3.0  # times the error of torch
 
@@ -121,11 +121,13 @@ def expected_after(
     return wanted._replace(exact={"out": exact.out, "lse": exact.lse})
 
 
-def results_of(call: Call, attention: Attention, grads: Sequence[str] = ()) -> Results:
+def results_of(
+    call: Call, attention: Attention, grads: Sequence[str] = (), dtype: torch.dtype | None = None
+) -> Results:
     """What `attention` gives for a call: out and lse on the CPU, and gradients by the arguments called `grads`.
 
     The gradients are those of a weighted sum of the results: of out alone where `attention` gives no lse. The weights
-    are the same for every attention.
+    are the same for every attention. dtype: to which they are rounded; that of q, unless the call is a wider copy.
     """
     given = [call.arguments[name].requires_grad_() for name in grads]
     out, lse = attention(call)
@@ -137,7 +139,7 @@ def results_of(call: Call, attention: Attention, grads: Sequence[str] = ()) -> R
     def weights(of: Tensor) -> Tensor:
         return torch.randn(of.shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    loss = (out.double() * weights(out).to(call.arguments["q"].dtype).double()).sum()
+    loss = (out.double() * weights(out).to(dtype or call.arguments["q"].dtype).double()).sum()
     if lse is not None:
         finite = lse.double().masked_fill(lse.isneginf(), 0.0)
         loss = loss + (finite * weights(lse).double()).sum()
@@ -168,13 +170,18 @@ def _reference_results(
     device: str,
     compute_dtype: torch.dtype | None,
 ) -> Results:
-    def attention(call: Call) -> tuple[Tensor, Tensor | None]:
+    call = build_call(case, dtype)
+    # Torch rounds a gradient to the dtype of its tensor. Exact ones are those of copies, which are not rounded.
+    copies = {} if compute_dtype is None else {name: call.arguments[name].to(compute_dtype) for name in grads}
+
+    def attention(given: Call) -> tuple[Tensor, Tensor | None]:
         problem, inputs = call.prepare()
+        inputs = inputs._replace(**{name: given.arguments[name].expand_as(getattr(inputs, name)) for name in copies})
         keep = kept_weights(problem, device) if case.dropout_p else None
         out, lse, _ = reference_attention(problem, inputs, compute_dtype, keep)
         return out, lse if with_lse else None
 
-    return results_of(build_call(case, dtype), attention, grads)
+    return results_of(replace(call, arguments=call.arguments | copies), attention, grads, dtype)
 
 
 def score_rounding(case: Case) -> float:
@@ -193,7 +200,24 @@ def _floor(case: Case, dtype: torch.dtype, name: str, exact: Tensor) -> float:
     if name == "lse":
         return LSE_FLOOR[dtype] * max(1.0, largest(exact[exact.abs() < _LARGE_LSE])) + score
     floor = (OUT_FLOOR[dtype] + score) / (1.0 - case.dropout_p)
-    return floor if name == "out" else floor * max(1.0, largest(exact))
+    if name == "out":
+        return floor
+    floor *= max(1.0, largest(exact))
+    return floor + _single_key_rounding(case, dtype) if name in ("gradient of q", "gradient of k") else floor
+
+
+def _single_key_rounding(case: Case, dtype: torch.dtype) -> float:
+    """What the rounding of out adds to gradients of q and k where each row has one key: nothing averages it.
+
+    Kernels subtract delta, the sum of products of out and its gradient. Without dropout, out is the value itself. Four
+    deviations of that sum are allowed, times the scale and an element of k or q, of at most about 3.
+    """
+    if not case.dropout_p or not isinstance(case, DenseCase) or case.seqlen_k > 1:
+        return 0.0
+    scale: float = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
+    rounding: float = OUT_FLOOR[dtype] / (1.0 - case.dropout_p) / 3**0.5  # the deviation of an error within +- OUT_FLOOR
+    deviation: float = rounding * case.headdim_of_v**0.5
+    return 4.0 * deviation * scale * 3.0 * case.magnitude
 
 
 def error_of(name: str, found: Tensor, exact: Tensor) -> float:

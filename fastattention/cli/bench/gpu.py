@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattention import fast_attn_func
+from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
 from fastattention.backends.cuda.attention.backend import CudaBackend
@@ -30,6 +30,7 @@ from fastattention.cli.console import OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.gpu_runtime.chips import ARCHS, arch_of
+from fastattention.quantized import quantize
 
 FULL_SEQLENS, QUICK_SEQLENS = (1024, 2048, 4096, 8192, 16384), (1024, 4096)
 TOKENS, HIDDEN = 16384, 2048
@@ -40,6 +41,7 @@ PEERS = {
 }
 # Lengths of variable-length sequences as parts of TOKENS.
 UNEVEN = (0.25, 0.19, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
+PAGE_BLOCK_SIZE = 64
 TimedCall = Callable[[], object]
 
 
@@ -86,7 +88,10 @@ def measure(backends: Mapping[str, AttentionBackend], seqlens: Sequence[int], ro
                 records.append(record(f"{seqlen}", headdim, causal, flops, calls, rounds))
             calls, flops = varlen_calls(backends, headdim, causal)
             varlen = record("packed", headdim, causal, flops, calls, rounds)
-            records.append({**varlen, "dense_tflops": dense_equivalent(backends, headdim, causal, rounds)})
+            dense = dense_equivalent(backends, headdim, causal, rounds)
+            paged = interleaved_on_device(paged_calls(headdim, causal), rounds)
+            paged_tflops = {name: flops / taken / 1e12 for name, taken in paged.items()}
+            records.append({**varlen, "dense_tflops": dense, "paged_tflops": paged_tflops})
             bar.advance(task)
     return records
 
@@ -137,6 +142,28 @@ def varlen_calls(
         name: partial(backend.forward, problem, inputs) for name, backend in backends.items()
     }
     return calls, sum(4.0 * length**2 * HIDDEN for length in lengths) * (0.5 if causal else 1.0)
+
+
+def paged_calls(headdim: int, causal: bool) -> dict[str, TimedCall]:
+    """The sequences of `varlen_calls`, their keys and values in pages of every dtype that a cache may have."""
+    lengths = torch.tensor([round(TOKENS * part) for part in UNEVEN])
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
+    longest = int(lengths.max())
+    blocks_per_sequence = -(-longest // PAGE_BLOCK_SIZE)
+    num_blocks = len(lengths) * blocks_per_sequence
+    block_table = torch.randperm(num_blocks, device="cuda").int().view(len(lengths), -1)
+    q = tensors(int(lengths.sum()), headdim=headdim)[0]
+    k, v = tensors(num_blocks, PAGE_BLOCK_SIZE, headdim=headdim)[1:]
+    attend: Callable[..., Any] = fast_attn_varlen_func
+    attend = partial(
+        attend, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest,
+        block_table=block_table, causal=causal, backend="cuda",
+    )  # fmt: skip
+    calls: dict[str, TimedCall] = {"float16": partial(attend, q, k, v)}
+    for name, dtype in {"int8": torch.int8, "float8": torch.float8_e4m3fn}.items():
+        (stored_k, k_scale), (stored_v, v_scale) = quantize(k, dtype), quantize(v, dtype)
+        calls[name] = partial(attend, q, stored_k, stored_v, k_scale=k_scale, v_scale=v_scale)
+    return calls
 
 
 def dense_equivalent(
@@ -213,6 +240,9 @@ def show(report: dict[str, Any]) -> None:
         for name, dense in one.get("dense_tflops", {}).items():
             what = f"packed, headdim {one['headdim']}, {'causal' if one['causal'] else 'full'}, {name}"
             OUTPUT.print(f"{what}: {one['tflops'][name] / dense:.2f} of dense batches of the same lengths")
+        if paged := one.get("paged_tflops"):
+            rates = ", ".join(f"{name} {rate:.0f} TFLOPS" for name, rate in paged.items())
+            OUTPUT.print(f"pages, headdim {one['headdim']}, {'causal' if one['causal'] else 'full'}: {rates}")
     calls = ", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items())
     OUTPUT.print(f"processor time of a call: {calls}")
 

@@ -30,8 +30,8 @@ def build() -> str:
     """score-rules.md."""
     result = Result.load("score_rules_gpu")
     data = result.data
-    taken = data["decode"].pop("seconds")
-    decode = DECODE.format(**data["decode"], **{rule: seconds(time) for rule, time in taken.items()})
+    taken = {rule: seconds(time) for rule, time in data["decode"]["seconds"].items()}
+    decode = DECODE.format(**data["decode"], **taken)
     return page(
         "Rules of scores",
         INTRODUCTION.format(seqlen=data["seqlen"], hidden=data["hidden"]),

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.backends.cuda.attention import heuristics
 from fastattention.backends.cuda.attention.config import BackwardConfig, KernelConfig
 from fastattention.backends.cuda.attention.variants import choose_variant
+from fastattention.backends.cuda.attention.waves import choose_waves
 from fastattention.cli.console import fail
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
@@ -92,19 +92,19 @@ def of_config(config: KernelConfig) -> Model:
         shared_bytes=config.shared_bytes,
         mask_rows=config.tile_m // config.num_warps,
         value_parts=config.num_value_parts,
-        heads_per_l2_wave=_heads_per_l2_wave,
+        waves=functools.partial(_waves, config),
     )
     # The threads of a CTA store equal parts of its tile of float16 results.
     stored_bytes = 2 * config.tile_m * config.headdim_v // (32 * config.num_warps)
     return Model(find_paths(function, stored_bytes), launch)
 
 
-def _heads_per_l2_wave(problem: Problem) -> int:
-    """The number of heads that our launch uses."""
+def _waves(config: KernelConfig, problem: Problem) -> tuple[int, int]:
+    """The heads that our launch starts together, and those before the last."""
     tokens = problem.batch_size, problem.seqlen, problem.nheads, problem.headdim
     q = torch.empty(tokens, dtype=torch.float16, device="meta")
-    call, _ = prepare_dense(q, q, q, Options())
-    return heuristics.heads_per_l2_wave(call, CHIPS["V100"])
+    call, _ = prepare_dense(q, q, q, Options(causal=problem.causal, window_right=0 if problem.causal else -1))
+    return choose_waves(call, config, problem.seqlen, problem.nheads, problem.seqlen, CHIPS["V100"])[1:]
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,9 @@ class Launch:
     # Whether a tile of keys that ends where the warp's rows begin, or one key further on, counts as masked.
     masks_touching: bool = False
     value_parts: int = 1  # CTAs that share a tile of queries, each with a part of the columns of v
-    # Number of heads whose CTAs start together, those that see the most keys first. None: head by head, first queries
-    # first.
-    heads_per_l2_wave: Callable[[Problem], int] | None = None
+    # Heads whose CTAs start together, those that see the most keys first, and how many start so before the last.
+    # None: head by head, first queries first.
+    waves: Callable[[Problem], tuple[int, int]] | None = None
 
     def residents(self, chip: Chip) -> int:
         """CTAs that an SM holds at a time. Raises ValueError when it cannot hold one."""
@@ -112,10 +112,10 @@ class Launch:
     def order(self, problem: Problem) -> Iterator[int]:
         """Tiles of queries, one for every CTA of the grid, in the order in which they start."""
         heads, tiles = problem.nheads * problem.batch_size, range(self.num_m_tiles(problem))
-        if self.heads_per_l2_wave is None:
+        if self.waves is None:
             return (tile for _ in range(heads) for tile in tiles for _ in range(self.value_parts))
-        together = self.heads_per_l2_wave(problem)
-        groups = [min(together, heads - first) for first in range(0, heads, together)]
+        together, before_last = self.waves(problem)
+        groups = [together] * (before_last // together) + [heads - before_last]
         return (tile for size in groups for tile in reversed(tiles) for _ in range(size * self.value_parts))
 
     def num_full(self, problem: Problem, m_tile: int) -> int:

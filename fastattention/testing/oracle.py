@@ -215,7 +215,9 @@ def _single_key_rounding(case: Case, dtype: torch.dtype) -> float:
     if not case.dropout_p or not isinstance(case, DenseCase) or case.seqlen_k > 1:
         return 0.0
     scale: float = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
-    rounding: float = OUT_FLOOR[dtype] / (1.0 - case.dropout_p) / 3**0.5  # the deviation of an error within +- OUT_FLOOR
+    rounding: float = (
+        OUT_FLOOR[dtype] / (1.0 - case.dropout_p) / 3**0.5
+    )  # the deviation of an error within +- OUT_FLOOR
     deviation: float = rounding * case.headdim_of_v**0.5
     return 4.0 * deviation * scale * 3.0 * case.magnitude
 

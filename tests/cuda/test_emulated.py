@@ -24,11 +24,12 @@ from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
-from fastattention.backends.cuda.attention import heuristics
+from fastattention.backends.cuda.attention import launches
 from fastattention.backends.cuda.attention.config import AppendConfig, KernelConfig
 from fastattention.backends.cuda.attention.decode_heuristics import is_decode
 from fastattention.backends.cuda.attention.launches import choose_launches
 from fastattention.backends.cuda.attention.variants import variants_of
+from fastattention.backends.cuda.attention.waves import Waves, choose_waves
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.variant import Variant
 from fastattention.quantized import LARGEST_STORED, quantize
@@ -287,12 +288,18 @@ def test_a_cta_may_end_one_sequence_and_begin_another(backend: type[EmulatedCuda
         torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=0)
 
 
-def test_the_last_heads_that_start_together_may_be_fewer() -> None:
-    """CTAs of two heads start together, and there are three."""
+@pytest.mark.parametrize("before_last", [0, 2, 4])
+def test_the_last_heads_that_start_together_may_be_fewer_or_more(before_last: int) -> None:
+    """CTAs of two heads start together, and there are five."""
     generator = torch.Generator().manual_seed(0)
-    call = prepare_dense(*(torch.randn(1, 300, 3, 32, generator=generator).half() for _ in range(3)), Options())
+    q, k, v = (torch.randn(1, 300, 5, 32, generator=generator).half() for _ in range(3))
+    call = prepare_dense(q, k, v, Options(causal=True, window_right=0))
     expected = emulator.EmulatedSm80().forward(*call).out
-    with mock.patch.object(heuristics, "heads_per_l2_wave", return_value=2) as asked:
+
+    def choose(*launch: Any) -> Waves:
+        return choose_waves(*launch)._replace(heads_per_wave=2, heads_before_last=before_last)
+
+    with mock.patch.object(launches, "choose_waves", side_effect=choose) as asked:
         assert torch.equal(emulator.EmulatedSm80().forward(*call).out, expected)
     asked.assert_called_once()
 

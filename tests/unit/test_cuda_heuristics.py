@@ -196,40 +196,6 @@ def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
     assert all(f"{config.name}: " in str(raised.value) for config in candidates)
 
 
-SHARING: dict[str, tuple[dict[str, Any], int, int]] = {
-    "short": ({"seqlen_k": 1024}, 48, 16),  # 256 KiB a head, all 16 of them
-    "long": ({}, 48, 6),  # 1 MiB a head, 6 MiB: groups of 6, 6 and 4
-    "grouped": ({"nheads_k": 4}, 48, 16),  # 4 heads of keys, each of 4 heads of queries
-    "batch": ({"batch_size": 3}, 312, 24),  # across sequences: 39 would do, and two equal groups are 24
-    "longer than that": ({"seqlen_k": 1 << 20}, 48, 1),  # one head is more than that
-    "longer and grouped": ({"seqlen_k": 1 << 20, "nheads_k": 2}, 48, 8),  # its readers still come together
-    "no keys": ({"seqlen_k": 0}, 48, 16),
-}
-
-
-@pytest.mark.parametrize(("call", "l2_mib", "heads"), SHARING.values(), ids=SHARING)
-def test_heads_share_an_eighth_of_the_cache(call: dict[str, Any], l2_mib: int, heads: int) -> None:
-    limits = CHIPS["A100"]._replace(l2_bytes=l2_mib << 20)
-    assert heuristics.heads_per_l2_wave(problem_of(**UNIFORM | call), limits) == heads
-
-
-@given(st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 16]), st.integers(1, 5), st.sampled_from(list(CHIPS)))
-def test_heads_per_l2_wave_fit_the_cache_and_are_as_many_as_can(
-    seqlen_k: int, nheads_k: int, batch_size: int, chip: str
-) -> None:
-    problem = problem_of(**UNIFORM | {"seqlen_k": seqlen_k, "nheads_k": nheads_k, "batch_size": batch_size})
-    heads, cache_bytes = 16 * batch_size, CHIPS[chip].l2_bytes // 8
-
-    def fits(query_heads: int) -> bool:
-        return -(-query_heads // problem.group_size) * seqlen_k * 128 * 2 <= cache_bytes
-
-    together = heuristics.heads_per_l2_wave(problem, CHIPS[chip])
-    assert problem.group_size <= together <= heads
-    assert together == problem.group_size or fits(together)
-    num_groups = -(-heads // together)
-    assert num_groups == 1 or not fits(-(-heads // (num_groups - 1)))  # one group fewer would be too much
-
-
 def plain(limits: Limits, headdim: int, seqlen: int) -> KernelConfig:
     return choose_variant(limits.arch, limits, torch.float16, headdim, headdim, (Feature.PLAIN,), seqlen)
 

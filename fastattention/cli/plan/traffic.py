@@ -12,7 +12,8 @@ from fastattention.attention.problem import MAX_HEADDIM_V, Layout, Problem
 from fastattention.backends.common.traffic import Extent, traffic_of
 from fastattention.backends.cuda.attention.config import KernelConfig
 from fastattention.backends.cuda.attention.launches import choose_launches
-from fastattention.backends.cuda.attention.traffic import resident_ctas, tiled_keys
+from fastattention.backends.cuda.attention.traffic import tiled_keys
+from fastattention.backends.cuda.attention.waves import resident_ctas
 from fastattention.cli.console import OUTPUT
 from fastattention.engine.explain import Bytes, Traffic
 from fastattention.errors import ArgumentError

@@ -15,9 +15,10 @@ from fastattention.backends.common.layout import Strides, pointers, strides_of
 from fastattention.backends.cuda.attention.backward_heuristics import choose_backward
 from fastattention.backends.cuda.attention.call import Launcher
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
-from fastattention.backends.cuda.attention.heuristics import computed_dtype, has_natural_scores, key_heads_per_l2_wave
+from fastattention.backends.cuda.attention.heuristics import computed_dtype, has_natural_scores
 from fastattention.backends.cuda.attention.launches import attention_template
 from fastattention.backends.cuda.attention.params import BackwardParams
+from fastattention.backends.cuda.attention.waves import Waves, choose_waves
 from fastattention.backends.cuda.common.memory import aligned_as, prepared
 from fastattention.engine.bounded import BoundedDict
 from fastattention.errors import CompileError
@@ -54,8 +55,7 @@ class _Pass:
     config: BackwardConfig
     launch: KernelLaunch
     rounding: KernelLaunch | None
-    num_m_tiles: int
-    heads_per_l2_wave: int
+    waves: Waves
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,13 @@ def choose_backward_launches(problem: Problem, arch: int, limits: Limits) -> Bac
             (problem.seqlen_k, problem.nheads_k) if config.rows_are_keys else (problem.seqlen_q, problem.nheads)
         )
         tokens = problem.seqlen_q * problem.group_size if config.rows_are_keys else problem.seqlen_k
-        heads_together = key_heads_per_l2_wave(problem, tokens, limits) * heads // problem.nheads_k
-        num_m_tiles = -(-rows // config.tile_m)
-        num_ctas = num_m_tiles * heads * problem.batch_size * config.num_value_parts
+        waves = choose_waves(problem, config, rows, heads, tokens, limits)
+        num_ctas = waves.num_m_tiles * heads * problem.batch_size * config.num_value_parts
         rounding = None
         if config.sums_queries:
             warps = problem.batch_size * problem.nheads * -(-problem.seqlen_q // config.step_rows)
             rounding = KernelLaunch(config, 1, -(-warps // config.num_warps))
-        passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), rounding, num_m_tiles, heads_together))
+        passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), rounding, waves))
     delta_launch = KernelLaunch(delta, 0, -(-math.prod(problem.lse_shape) // delta.rows_of_cta))
     return BackwardLaunches(dtype, delta_launch, tuple(passes), BoundedDict())
 
@@ -189,7 +188,7 @@ def _launch(launches: BackwardLaunches, params: Params, launcher: Callable[[Kern
     launcher(launches.delta)(params)
     for step in launches.passes:
         if step.launch.num_ctas:
-            params.call.num_m_tiles, params.call.heads_per_l2_wave = step.num_m_tiles, step.heads_per_l2_wave
+            params.call.num_m_tiles, params.call.heads_per_l2_wave, params.call.heads_before_last_wave = step.waves
             launcher(step.launch)(params)
         if step.rounding is not None:
             launcher(step.rounding)(params)

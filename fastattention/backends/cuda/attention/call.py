@@ -84,9 +84,7 @@ class AttentionCall:
             # No CTA writes rows after the last sequence.
             return keyless(replace(problem, return_lse=problem.keeps_lse), inputs)
         report_at = 0 if self._report is None else self._report.address
-        template = attention_template(
-            problem, inputs, launches.num_m_tiles, launches.heads_per_l2_wave, launches.split, report_at
-        )
+        template = attention_template(problem, inputs, launches.waves, launches.split, report_at)
         if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
             self._template = template
         out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))

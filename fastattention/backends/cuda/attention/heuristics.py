@@ -227,22 +227,3 @@ def first_that_fits(candidates: Iterable[AnyConfig], limits: Limits) -> AnyConfi
             return config
         reasons.append(f"{config.name}: {reason}")
     raise CompileError(f"no kernel fits compute capability {limits.target / 10:.1f}: {'; '.join(reasons)}")
-
-
-def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
-    """Query heads whose CTAs start together: their keys and values fit an eighth of L2, or they share one key head.
-
-    CTAs of one such group of heads still run when those of the next two begin, queries and results pass through the
-    cache too, and an H100 keeps a copy of what it reads in each half of it. Heads that share a key head stay together,
-    and groups have as many each time, so that the last ones fill the GPU too.
-    """
-    return key_heads_per_l2_wave(problem, problem.seqlen_k, limits) * problem.group_size
-
-
-def key_heads_per_l2_wave(problem: Problem, tokens: int, limits: Limits) -> int:
-    """Key heads whose tiles stay in the L2 cache together. tokens: those of keys and values, or of other tiles."""
-    key_head_bytes = tokens * (problem.headdim + problem.headdim_v) * 2
-    most = max(1, limits.l2_bytes // 8 // max(key_head_bytes, 1))
-    key_heads = max(1, problem.nheads_k * problem.batch_size)
-    num_rounds = -(-key_heads // most)
-    return -(-key_heads // num_rounds)

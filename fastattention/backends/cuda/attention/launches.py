@@ -18,6 +18,7 @@ from fastattention.backends.cuda.attention.config import (
 )
 from fastattention.backends.cuda.attention.decode_heuristics import Split
 from fastattention.backends.cuda.attention.params import AppendParams, AttentionParams
+from fastattention.backends.cuda.attention.waves import NO_WAVES, Waves, choose_waves
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
@@ -29,8 +30,7 @@ class Launches:
     dtype: torch.dtype  # the dtype in which attention reads and writes
     append: KernelLaunch | None
     attention: tuple[KernelLaunch, ...] = ()  # none when there is nothing to compute
-    num_m_tiles: int = 0
-    heads_per_l2_wave: int = 0
+    waves: Waves = NO_WAVES
     split: Split | None = None  # of a decode
 
 
@@ -45,11 +45,12 @@ def choose_launches(problem: Problem, arch: int, limits: Limits, values_in_keys:
     if decode_heuristics.is_decode(problem, limits):
         config = decode_heuristics.choose_decode(problem, arch, limits, values_in_keys)
         split = decode_heuristics.choose_split(problem, config, limits)
-        return Launches(config.dtype, append, _decode_launches(problem, config, split), split.num_m_tiles, split=split)
+        launches = _decode_launches(problem, config, split)
+        return Launches(config.dtype, append, launches, Waves(split.num_m_tiles), split)
     config = heuristics.choose_config(problem, arch, limits)
-    num_m_tiles = -(-problem.seqlen_q // config.tile_m)
-    launch = KernelLaunch(config, 0, num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
-    return Launches(config.dtype, append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits))
+    waves = choose_waves(problem, config, problem.seqlen_q, problem.nheads, problem.seqlen_k, limits)
+    launch = KernelLaunch(config, 0, waves.num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
+    return Launches(config.dtype, append, (launch,), waves)
 
 
 def _decode_launches(problem: Problem, config: KernelConfig, split: Split) -> tuple[KernelLaunch, ...]:
@@ -76,8 +77,7 @@ def _append_launch(problem: Problem) -> KernelLaunch | None:
 def attention_template(
     problem: Problem,
     inputs: Inputs,
-    num_m_tiles: int = 0,
-    heads_per_l2_wave: int = 0,
+    waves: Waves = NO_WAVES,
     split: Split | None = None,
     report_at: int = 0,
 ) -> bytes:
@@ -122,8 +122,9 @@ def attention_template(
         block_m=block_m,
         block_n=block_n,
         bias_is_float=bias is not None and bias.dtype == torch.float32,
-        num_m_tiles=num_m_tiles,
-        heads_per_l2_wave=heads_per_l2_wave,
+        num_m_tiles=waves.num_m_tiles,
+        heads_per_l2_wave=waves.heads_per_wave,
+        heads_before_last_wave=waves.heads_before_last,
         num_units=split.num_units,
         num_cta_groups=split.num_cta_groups,
         num_splits=split.num_splits,

@@ -68,6 +68,7 @@ struct AttentionParams {
     int32_t bias_is_float;              // attn_bias is float32, otherwise it has the dtype of q
     int32_t num_m_tiles;                // tiles of query rows of the longest sequence
     int32_t heads_per_l2_wave;          // heads whose tiles run at about the same time, see find_work
+    int32_t heads_before_last_wave;     // heads of whole such groups; tiles of all others run after them
     int32_t num_units;                  // tiles of query rows of all key heads, see schedule.cuh
     int32_t units_multiplier, units_shift;
     int32_t num_cta_groups;             // groups of CTAs that divide the keys of all sequences evenly

@@ -30,15 +30,17 @@ struct Work {
 FA_DEVICE Divisor group_divisor(const AttentionParams& p) { return {p.group_size, p.group_multiplier, p.group_shift}; }
 
 // CTAs start in the order of their index. CTAs of `heads_per_l2_wave` heads start together, so that their keys and values
-// stay in the L2 cache. Among them the last tiles, which see the most keys under a causal mask, start first.
+// stay in the L2 cache. Among them the last tiles, which see the most keys under a causal mask, start first. The last
+// heads, perhaps more, start together, so that their long tiles end when their short ones do.
 FA_DEVICE Work find_work(const AttentionParams& p, int nheads) {
     const int64_t heads = static_cast<int64_t>(p.batch_size) * nheads;
     const int64_t tiles_together = static_cast<int64_t>(p.heads_per_l2_wave) * p.num_m_tiles;
     const int64_t index = cta_index() / kValueParts;
-    const int64_t group = index / tiles_together;
-    const int64_t within = index - group * tiles_together;
-    const int64_t first_head = group * p.heads_per_l2_wave;
-    const int64_t heads_here = heads - first_head < p.heads_per_l2_wave ? heads - first_head : p.heads_per_l2_wave;
+    const int64_t first_of_wave = index / tiles_together * p.heads_per_l2_wave;
+    const bool is_last = first_of_wave >= p.heads_before_last_wave;
+    const int64_t first_head = is_last ? p.heads_before_last_wave : first_of_wave;
+    const int64_t heads_here = is_last ? heads - first_head : p.heads_per_l2_wave;
+    const int64_t within = index - first_head * p.num_m_tiles;
     const int64_t index_of_head = first_head + within % heads_here;
     const int head = static_cast<int>(index_of_head % nheads);
     return {p.num_m_tiles - 1 - static_cast<int>(within / heads_here), head, group_divisor(p).quotient_of(head),

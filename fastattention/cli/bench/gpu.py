@@ -146,13 +146,13 @@ def varlen_calls(
 
 def paged_calls(headdim: int, causal: bool) -> dict[str, TimedCall]:
     """The sequences of `varlen_calls`, their keys and values in pages of every dtype that a cache may have."""
-    lengths = torch.tensor([round(TOKENS * part) for part in UNEVEN])
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
-    longest = int(lengths.max())
+    lengths = [round(TOKENS * part) for part in UNEVEN]
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    longest = max(lengths)
     blocks_per_sequence = -(-longest // PAGE_BLOCK_SIZE)
     num_blocks = len(lengths) * blocks_per_sequence
     block_table = torch.randperm(num_blocks, device="cuda").int().view(len(lengths), -1)
-    q = tensors(int(lengths.sum()), headdim=headdim)[0]
+    q = tensors(sum(lengths), headdim=headdim)[0]
     k, v = tensors(num_blocks, PAGE_BLOCK_SIZE, headdim=headdim)[1:]
     attend: Callable[..., Any] = fast_attn_varlen_func
     attend = partial(

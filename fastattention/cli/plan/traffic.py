@@ -21,8 +21,8 @@ from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.sizes import format_bytes
 
 NOTE = (
-    "Every number is predicted. An H100 moved as much within 10%, and twice as much for a long head without a mask. "
-    "docs/internals/traffic.md has the model."
+    "Every number is predicted. An H200 moved as much within 15% in six calls of eight, and up to four times as much "
+    "for a long head without a mask. docs/internals/traffic.md has the model."
 )
 
 

@@ -20,9 +20,9 @@ Shared arguments, in flash-attn's order:
     to i + seqlen_k - seqlen_q + right. A tensor of two integers is read. `causal` sets right to 0.
 - `softcap`: scores become softcap * tanh(score / softcap) before bias and mask; 0 turns it off.
 - `alibi_slopes`: float (nheads,) or (batch_size, nheads); adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
-- `dropout_p`: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. A seed is drawn
-    from torch's generator, so torch.manual_seed repeats it; for a seed all backends drop the same weights. Use 0.0 in
-    inference.
+- `dropout_p`: probability with which a softmax weight is dropped, rounded to a multiple of 2^-16; others are divided by
+    1 - dropout_p. A seed is drawn from torch's generator, so torch.manual_seed repeats it; for a seed all backends drop
+    the same weights. Use 0.0 in inference.
 - `deterministic`: asks for gradients with the same bits in every run. By default, kernels of GPUs may add gradients of
     q in any order, which is faster and takes 4 bytes an element of q. Everything else always has the same bits.
 - `return_attn_probs`: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout.

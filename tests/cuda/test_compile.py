@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kernel_resources
 import pytest
 import torch
-from tiers import Tier, deep, sampled, slow, tier_of
+from tiers import deep, sampled, slow
 
 from fastattention.backends.cuda.attention.config import (
     AppendConfig,
@@ -42,37 +41,31 @@ REASON = compiler.why_unavailable()
 pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
-@pytest.fixture
-def headdims(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    """Head dimensions; below the deep tier, only that of most models."""
-    return HEADDIMS if tier_of(request.config) is Tier.DEEP else (128,)
-
-
 # There are many decodes. Other head dimensions, the other dtype and float8 take no more registers. The emulator
 # compiles all.
 DECODED = (Feature.PLAIN, Feature.PAGED, Feature.INT8)
 
 
-def kernels_of(chip: str, headdims: Sequence[int]) -> list[Variant]:
-    """Forwards of a GPU for some head dimensions, and those of its other kernels that take the most."""
+def kernels_of(chip: str) -> list[Variant]:
+    """Forwards and backwards of a GPU, and those of its other kernels that take the most."""
     limits = CHIPS[chip]
     dtype = torch.bfloat16 if limits.arch >= 80 else torch.float16
-    all_forwards = variants_of(limits, headdims, features=UNQUANTIZED)
+    all_forwards = variants_of(limits, HEADDIMS, features=UNQUANTIZED)
     forwards = [kernel for kernel in all_forwards if kernel.source == "forward.cuh"]
-    training = training_variants_of(limits, headdims, (dtype,))
+    training = training_variants_of(limits, HEADDIMS, (dtype,))
     return list(dict.fromkeys([*forwards, *training, *variants_of(limits, (128,), (dtype,), features=DECODED)]))
 
 
 measure = functools.cache(kernel_resources.measure)
 
 
-def usages_of(chip: str, headdims: Sequence[int]) -> list[Any]:
+def usages_of(chip: str) -> list[Any]:
     """kernel_resources.measure for kernels of a GPU; the compiler releases Python's lock."""
     arch = CHIPS[chip].arch
     if (reason := compiler.why_not_target(arch)) is not None:
         pytest.skip(reason)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda kernel: measure(kernel, arch), kernels_of(chip, headdims)))
+        return list(pool.map(lambda kernel: measure(kernel, arch), kernels_of(chip)))
 
 
 def spills(usages: list[Any]) -> dict[str, int]:
@@ -88,13 +81,13 @@ MOST_OF_SCORES = 64  # bytes, for what is added to scores: on an H100 smaller ti
 MOST_OF_PRODUCTS = 48  # bytes, for int8: each row has a factor of its own
 MOST_OF_TRAINING = 144  # bytes, for backwards and dropout up to headdim 128: gradients of rows take most registers
 MOST_OF_QUANTIZED = 16  # bytes, for decodes of int8 pages with every rule of scores and masks at once
-EVERY_CHIP = [pytest.param(chip, marks=() if chip == "V100" else deep) for chip in kernel_resources.CHIP_NAMES]
 
 
-@pytest.mark.parametrize("chip", EVERY_CHIP)
-def test_kernels_compile_and_spill_next_to_nothing(headdims: tuple[int, ...], chip: str) -> None:
+@deep
+@pytest.mark.parametrize("chip", kernel_resources.CHIP_NAMES)
+def test_kernels_compile_and_spill_next_to_nothing(chip: str) -> None:
     """One test for each chip, whose kernels are compiled once."""
-    usages = usages_of(chip, headdims)
+    usages = usages_of(chip)
     for usage in usages:
         assert usage.resources.keys() == {entry.name for entry in usage.kernel.entries}
         assert all(0 < resources.registers <= MAX_REGISTERS for resources in usage.resources.values())
@@ -103,11 +96,11 @@ def test_kernels_compile_and_spill_next_to_nothing(headdims: tuple[int, ...], ch
     decodes = [usage for usage in attending if usage.kernel.decodes]
     forwards = [usage for usage in attending if not usage.kernel.decodes and not usage.kernel.drops]
     backwards = [usage for usage in usages if isinstance(usage.kernel, BackwardConfig)]
-    assert len(backwards) >= 6 * len(headdims)  # plain, scores, dropout; of queries, and of keys and values
+    assert len(backwards) >= 6 * len(HEADDIMS)  # plain, scores, dropout; of queries, and of keys and values
     training = [*backwards, *(usage for usage in attending if usage.kernel.drops)]
     narrow = [usage for usage in training if max(usage.kernel.headdim, usage.kernel.headdim_v) <= 128]
     assert max(spills(narrow).values(), default=0) <= MOST_OF_TRAINING
-    assert len(forwards) >= 3 * len(headdims)  # plain, scores, pages
+    assert len(forwards) >= 3 * len(HEADDIMS)  # plain, scores, pages
     assert len(decodes) >= len(DECODED)
     for kernels, most in (
         (forwards, FORWARDS_SPILL_NOTHING.get(chip, 0)),
@@ -124,6 +117,21 @@ def test_kernels_compile_and_spill_next_to_nothing(headdims: tuple[int, ...], ch
         assert max(spills(adding).values(), default=0) <= MOST_OF_SCORES
         assert max(spills(products).values(), default=0) <= MOST_OF_PRODUCTS
         assert max(spills(quantized).values(), default=0) <= MOST_OF_QUANTIZED
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_the_most_usual_kernels_of_a_v100_spill_next_to_nothing(headdim: int) -> None:
+    """A forward and the kernels of gradients without any rule of scores."""
+    limits = CHIPS["V100"]
+    if (reason := compiler.why_not_target(limits.target)) is not None:
+        pytest.skip(reason)
+    training = training_variants_of(limits, (headdim,), (torch.float16,))
+    backwards = [one for one in training if isinstance(one, BackwardConfig)]
+    plain = [one for one in backwards if not (one.drops or one.block_sparse or any(one.rules))]
+    forward = choose_variant(limits.arch, limits, torch.float16, headdim, headdim)
+    assert len(plain) >= 2
+    assert spills([measure(forward, limits.target)]) == {}
+    assert max(spills([measure(one, limits.target) for one in plain]).values(), default=0) <= 8  # bytes
 
 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "V100" else deep) for chip in CHIPS])

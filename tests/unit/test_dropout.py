@@ -36,14 +36,22 @@ def test_a_part_of_the_mask_is_the_same_by_itself() -> None:
         assert torch.equal(kept(SEED, 0.4, sequences, 2, rows, keys), mask[sequences, :, rows, keys])
 
 
-def test_a_word_is_that_of_its_counter() -> None:
+@pytest.mark.parametrize("key", [291, 299, 31, 16])
+@pytest.mark.parametrize(("row", "shift"), [(33, 0), (26, 16)])
+def test_a_number_is_half_a_word_of_its_counter(row: int, shift: int, key: int) -> None:
     """Other implementations of the same mask rely on it."""
-    batch, head, row, key = 2, 1, 33, 291
-    place = (key // 64 * 16 + key % 16, row, head, batch)
+    batch, head = 2, 1
+    place = (key // 32 * 8 + key % 8, row // 16 * 8 + row % 8, head, batch)
     words = philox((SEED & 0xFFFFFFFF, SEED >> 32), tuple(torch.tensor(x) for x in place))
-    share = (int(words[key % 64 // 16]) + 0.5) / 2**32  # dropped from this rate on
-    for dropout_p, expected in ((share - 1e-6, True), (share + 1e-6, False)):
+    number = int(words[key % 32 // 8]) >> shift & 0xFFFF
+    for dropout_p, expected in ((number / 2**16, True), ((number + 1) / 2**16, False)):
         assert kept(SEED, dropout_p, *WHOLE)[batch, head, row, key] == expected
+
+
+def test_a_rate_near_one_keeps_few_weights_and_one_near_zero_all() -> None:
+    """Numbers are multiples of 2^-16."""
+    assert not kept(SEED, 1.0 - 1e-9, *WHOLE)[0, 0, 0].any()
+    assert kept(SEED, 1e-6, *WHOLE).all()
 
 
 @pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.5, 0.999])
@@ -56,6 +64,7 @@ def test_weights_are_dropped_at_the_rate_asked_for(dropout_p: float) -> None:
 def test_neighbours_and_seeds_are_independent() -> None:
     mask = kept(SEED, 0.5, slice(0, 2), 2, slice(0, 256), slice(0, 512)).double() * 2.0 - 1.0
     other = kept(SEED + 1, 0.5, slice(0, 2), 2, slice(0, 256), slice(0, 512)).double() * 2.0 - 1.0
-    pairs = (mask[..., 1:] * mask[..., :-1], mask[..., 1:, :] * mask[..., :-1, :], mask[..., 16:] * mask[..., :-16])
-    for product in (*pairs, mask[:, 1] * mask[:, 0], mask[1] * mask[0], mask * other):
+    by_key = (mask[..., apart:] * mask[..., :-apart] for apart in (1, 8, 16, 32))
+    by_row = (mask[..., apart:, :] * mask[..., :-apart, :] for apart in (1, 8, 16))
+    for product in (*by_key, *by_row, mask[:, 1] * mask[:, 0], mask[1] * mask[0], mask * other):
         assert abs(float(product.mean())) < 5.0 / product.numel() ** 0.5

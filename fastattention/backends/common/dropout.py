@@ -1,13 +1,16 @@
 """Which weights dropout keeps: a pure function of the seed and of the weight's position, the same on every backend.
 
-A weight is kept where its word is at least dropout_p * 2^32. Sixteen counters decide over 64 neighbouring keys:
+A weight is kept where its number of 16 bits is at least dropout_p * 2^16, rounded. A counter decides over the weights
+of four keys and two queries, 8 apart each:
 
-    counter = (key // 64 * 16 + key % 16, query, head, sequence)
-    word    = philox4x32(counter, seed)[key % 64 // 16]
+    counter = (key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, head, sequence)
+    word    = philox4x32(counter, seed)[key % 32 // 8]
+    number  = its lower half where query % 16 < 8, otherwise its upper half
 
-with queries and keys counted within their sequence. So vectors of sixteen keys and fragments of matrix instructions use
-their words in order. Philox is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with
-seven rounds, the fewest that pass their tests.
+with queries and keys counted within their sequence. A lane of a matrix instruction holds weights of two queries and
+several keys that are 8 apart, or of two keys and several queries, so it uses all that a counter gives. Philox is that
+of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with seven rounds, the fewest that pass their
+tests.
 """
 
 from __future__ import annotations
@@ -18,26 +21,41 @@ from torch import Tensor
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key from round to round
 _LOW = 0xFFFFFFFF
-_GROUP, _LANES = 64, 16
+_KEYS, _QUERIES, _APART = 32, 16, 8
 
 
 def kept(seed: Tensor, dropout_p: float, sequences: slice, nheads: int, rows: slice, keys: slice) -> Tensor:
     """True where a weight is kept: bool (sequences, nheads, rows, keys), on the device of seed.
 
-    seed: int64 scalar. The slices have a start and a stop.
+    seed: int64 scalar
+    rows, keys: slices with a start and a stop, as sequences
     """
-    first, last = keys.start // _GROUP, -(-keys.stop // _GROUP)
+    device = seed.device
+    first_key, key_groups = keys.start // _KEYS, -(-keys.stop // _KEYS) - keys.start // _KEYS
+    first_row, row_groups = rows.start // _QUERIES, -(-rows.stop // _QUERIES) - rows.start // _QUERIES
     counters = (
-        torch.arange(first * _LANES, last * _LANES, device=seed.device),
-        torch.arange(rows.start, rows.stop, device=seed.device)[:, None],
-        torch.arange(nheads, device=seed.device)[:, None, None],
-        torch.arange(sequences.start, sequences.stop, device=seed.device)[:, None, None, None],
+        torch.arange(first_key * _APART, (first_key + key_groups) * _APART, device=device),
+        torch.arange(first_row * _APART, (first_row + row_groups) * _APART, device=device)[:, None],
+        torch.arange(nheads, device=device)[:, None, None],
+        torch.arange(sequences.start, sequences.stop, device=device)[:, None, None, None],
     )
-    words = philox((seed & _LOW, seed >> 32 & _LOW), counters)
-    grouped = [word.reshape(*word.shape[:-1], last - first, _LANES) for word in words]
-    inner = torch.stack(grouped, dim=-2).flatten(-3)  # (sequences, nheads, rows, keys of whole groups)
-    begin = keys.start - first * _GROUP
-    return inner[..., begin : begin + keys.stop - keys.start] >= round(dropout_p * 2**32)
+    words = philox(
+        (seed & _LOW, seed >> 32 & _LOW), counters
+    )  # (sequences, nheads, counters of rows, counters of keys)
+    halves = torch.stack([word >> shift & 0xFFFF for shift in (0, 16) for word in words])
+    apart = halves.view(2, 4, *halves.shape[1:3], row_groups, _APART, key_groups, _APART)
+    # Rows are ordered by group, half and counter, keys by group, word and counter.
+    numbers = apart.permute(2, 3, 4, 0, 5, 6, 1, 7).reshape(
+        *halves.shape[1:3], row_groups * _QUERIES, key_groups * _KEYS
+    )
+    begin_row, begin_key = rows.start - first_row * _QUERIES, keys.start - first_key * _KEYS
+    end_row, end_key = begin_row + rows.stop - rows.start, begin_key + keys.stop - keys.start
+    return numbers[:, :, begin_row:end_row, begin_key:end_key] >= threshold(dropout_p)
+
+
+def threshold(dropout_p: float) -> int:
+    """The lowest number of 16 bits whose weights are kept."""
+    return min(round(dropout_p * 2**16), 2**16 - 1)
 
 
 def philox(key: tuple[Tensor, Tensor], counters: tuple[Tensor, ...], rounds: int = 7) -> tuple[Tensor, ...]:

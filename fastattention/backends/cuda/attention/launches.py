@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.dropout import threshold
 from fastattention.backends.common.layout import first_strides, named_strides, pointers, score_strides, token_strides
 from fastattention.backends.cuda.attention import decode_heuristics, heuristics
 from fastattention.backends.cuda.attention.config import (
@@ -138,8 +139,8 @@ def attention_template(
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The lowest 32-bit word, as an int32, whose weights are kept (backends/common/dropout.py)."""
-    return (min(round(dropout_p * 2**32), 2**32 - 1) ^ 1 << 31) - (1 << 31)
+    """The threshold of backends/common/dropout.py in the upper half of an int32."""
+    return ((threshold(dropout_p) << 16) ^ 1 << 31) - (1 << 31)
 
 
 def divisor(name: str, size: int) -> dict[str, int]:

@@ -156,6 +156,7 @@ FA_INLINE Integers broadcast_integer(uint32_t x) { return _mm256_set1_epi32(stat
 FA_INLINE Integers integers_from(uint32_t x) {
     return _mm256_add_epi32(broadcast_integer(x), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+FA_INLINE Integers shift_left(Integers x, int bits) { return _mm256_sll_epi32(x, _mm_cvtsi32_si128(bits)); }
 // The upper and the lower halves of products.
 FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
     const __m256i even = _mm256_mul_epu32(a, broadcast_integer(b));

@@ -154,6 +154,7 @@ FA_INLINE Integers broadcast_integer(uint32_t x) { return _mm512_set1_epi32(stat
 FA_INLINE Integers integers_from(uint32_t x) {
     return _mm512_add_epi32(broadcast_integer(x), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
 }
+FA_INLINE Integers shift_left(Integers x, int bits) { return _mm512_sll_epi32(x, _mm_cvtsi32_si128(bits)); }
 // The upper and the lower halves of products.
 FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
     const __m512i even = _mm512_mul_epu32(a, broadcast_integer(b));

@@ -57,6 +57,7 @@ FA_INLINE Vec integers_to_floats(Vec a) { return {__builtin_convertvector((Int4)
 using Integers = Uint4;
 FA_INLINE Integers broadcast_integer(uint32_t x) { return Uint4{x, x, x, x}; }
 FA_INLINE Integers integers_from(uint32_t x) { return Uint4{x, x + 1, x + 2, x + 3}; }
+FA_INLINE Integers shift_left(Integers x, int bits) { return x << bits; }
 // The upper and the lower halves of products.
 FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
     for (int i = 0; i < 4; ++i) high[i] = static_cast<uint32_t>(static_cast<uint64_t>(a[i]) * b >> 32);

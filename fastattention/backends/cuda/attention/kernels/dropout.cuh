@@ -6,14 +6,14 @@
 
 namespace fastattention {
 
-// Sixteen counters serve 64 neighbouring keys: word w of counter i belongs to key 16 w + i.
+// A counter serves four keys and two queries, 8 apart each. Word w belongs to key w of the four; its lower half is that of
+// the first query.
 struct DropoutWords {
     uint32_t word[4];
 
-    // The word of one of the 64 keys.
     FA_DEVICE uint32_t of(int key) const {
-        const uint32_t low = key & 16 ? word[1] : word[0], high = key & 16 ? word[3] : word[2];
-        return key & 32 ? high : low;
+        const uint32_t low = key & 8 ? word[1] : word[0], high = key & 8 ? word[3] : word[2];
+        return key & 16 ? high : low;
     }
 };
 
@@ -30,8 +30,9 @@ public:
     // Philox4x32 of seven rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     FA_DEVICE DropoutWords words(int query, int key) const {
         constexpr int kRounds = 7;
-        uint32_t counter[4] = {static_cast<uint32_t>(key / 64 * 16 + key % 16), static_cast<uint32_t>(query),
-                               static_cast<uint32_t>(head_), static_cast<uint32_t>(batch_)};
+        const uint32_t of_key = static_cast<uint32_t>(key), of_query = static_cast<uint32_t>(query);
+        uint32_t counter[4] = {of_key / 32 * 8 + of_key % 8, of_query / 16 * 8 + of_query % 8, static_cast<uint32_t>(head_),
+                               static_cast<uint32_t>(batch_)};
         uint32_t key0 = seed_[0], key1 = seed_[1];
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
@@ -47,7 +48,10 @@ public:
         return {{counter[0], counter[1], counter[2], counter[3]}};
     }
 
-    FA_DEVICE bool keeps(const DropoutWords& words, int key) const { return words.of(key) >= threshold_; }
+    // By how much a query's half of a word moves to be the upper one. What lies below it does not matter.
+    static FA_DEVICE constexpr int shift_of(int query) { return 16 - (query & 8) * 2; }
+
+    FA_DEVICE bool keeps(uint32_t word, int shift) const { return word << shift >= threshold_; }
 
 private:
     int batch_, head_;
@@ -74,7 +78,11 @@ public:
 
 private:
     static constexpr int kTilesOfWord = 32 / Arch::kElements;
-    static_assert(64 % (kKeysAreRows ? kSteps * Arch::kStepRows : kTiles * 8) == 0, "keys share counters of 64");
+    static constexpr int kKeys = kKeysAreRows ? kSteps * Arch::kStepRows : kTiles * 8;
+    static constexpr int kQueries = kKeysAreRows ? kTiles * 8 : kSteps * Arch::kStepRows;
+    static_assert(kKeys % 32 == 0 || 32 % kKeys == 0, "a counter serves four keys among 32");
+    static_assert(kQueries % 16 == 0 || kQueries == 8, "a counter serves two queries among 16");
+    static constexpr bool kRowsShare = Arch::kRowGap == 8;  // whether both rows of a lane share counters
 
     static FA_DEVICE constexpr int shift_of_bit(int n, int i) { return n % kTilesOfWord * Arch::kElements + i; }
 
@@ -82,39 +90,60 @@ private:
         bits_[step][n / kTilesOfWord] |= static_cast<uint32_t>(kept) << shift_of_bit(n, i);
     }
 
-    // Keys 16 columns apart share a counter, because no tile crosses a multiple of 64 keys.
+    // Calls `visit` with the elements of a lane that have counters of their own in a tile of eight columns.
+    template <class Visit>
+    static FA_DEVICE void for_each_counter(Visit visit) {
+#pragma unroll
+        for (int i = 0; i < Arch::kElements; ++i)
+            if (!(kRowsShare && Arch::row_of_element(i) == 1)) visit(i);
+    }
+
     template <class OfRow>
     FA_DEVICE void find_by_column(const Dropout& dropout, int first_column, OfRow query_of_row) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                const int query = query_of_row(step, which);
+            for (int first = 0; first < kTiles; first += 4)
+                for_each_counter([&](int i) {
+                    const int query = query_of_row(step, Arch::row_of_element(i));
+                    const DropoutWords words = dropout.words(query, first_column + Arch::score_column(first, i));
 #pragma unroll
-                for (int first = 0; first < 2 && first < kTiles; ++first)
-#pragma unroll
-                    for (int i = 0; i < Arch::kElements; ++i) {
-                        if (Arch::row_of_element(i) != which) continue;
-                        const DropoutWords words = dropout.words(query, first_column + Arch::score_column(first, i));
-#pragma unroll
-                        for (int n = first; n < kTiles; n += 2)
-                            set(step, n, i, dropout.keeps(words, first_column + Arch::score_column(n, i)));
+                    for (int n = first; n < first + 4 && n < kTiles; ++n) {
+                        const uint32_t word = kKeys % 32 == 0 ? words.word[n % 4] : words.of(first_column + n * 8);
+                        if constexpr (kRowsShare) {
+                            set(step, n, i, dropout.keeps(word, Dropout::shift_of(0)));
+                            set(step, n, i + Arch::kElements / 2, dropout.keeps(word, Dropout::shift_of(8)));
+                        } else {
+                            set(step, n, i, dropout.keeps(word, Dropout::shift_of(query)));
+                        }
                     }
-            }
+                });
     }
 
-    // Keys 16 rows apart share a counter too, within one warp.
     template <class OfRow>
     FA_DEVICE void find_by_row(const Dropout& dropout, int first_column, OfRow key_of_row) {
+        constexpr int kStepsOfCounter = 32 / Arch::kStepRows;
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
+        for (int first = 0; first < kTiles; first += 2)
 #pragma unroll
-            for (int i = 0; i < Arch::kElements; ++i) {
-                const int query = first_column + Arch::score_column(n, i), which = Arch::row_of_element(i);
-                const DropoutWords words = dropout.words(query, key_of_row(0, which));
+            for (int first_step = 0; first_step < kSteps; first_step += kStepsOfCounter)
+                for_each_counter([&](int i) {
+                    const int query = first_column + Arch::score_column(first, i), which = Arch::row_of_element(i);
+                    const DropoutWords words = dropout.words(query, key_of_row(first_step, which));
 #pragma unroll
-                for (int step = 0; step < kSteps; ++step) set(step, n, i, dropout.keeps(words, key_of_row(step, which)));
-            }
+                    for (int n = first; n < first + 2 && n < kTiles; ++n) {
+                        const int shift = Dropout::shift_of(kQueries % 16 == 0 ? n * 8 : query);
+#pragma unroll
+                        for (int step = first_step; step < first_step + kStepsOfCounter && step < kSteps; ++step)
+#pragma unroll
+                            for (int other = 0; other < (kRowsShare ? 2 : 1); ++other) {
+                                const uint32_t word = kRowsShare && kKeys % 32 == 0
+                                                          ? words.word[(step - first_step) * 2 + other]
+                                                          : words.of(key_of_row(step, which + other));
+                                set(step, n, i + other * Arch::kElements / 2, dropout.keeps(word, shift));
+                            }
+                    }
+                });
     }
 
     uint32_t bits_[kSteps][(kTiles + kTilesOfWord - 1) / kTilesOfWord] = {};

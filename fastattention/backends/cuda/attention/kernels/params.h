@@ -76,7 +76,7 @@ struct AttentionParams {
     int32_t num_splits;                 // parts that each sequence's keys are split into instead; 0 is off
     int32_t partial_rows;               // query rows of a partial result
     int32_t teams_of_row;               // half warps of combine.cuh that share the partial results of a row: 1, 4 or 16
-    int32_t dropout_threshold;          // as uint32: weights whose random word (dropout.cuh) is at least this are kept
+    int32_t dropout_threshold;          // its upper half: the lowest random number (dropout.cuh) of weights that are kept
     float softmax_scale;
     float softcap;  // 0 is off
     float dropout_factor;  // multiplies the weights that are kept

@@ -12,7 +12,8 @@ struct Layout16 {
 
     // Which of a lane's two rows of a step holds an element, the index of a row, and the column of an element of a tile.
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }
-    static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
+    static constexpr int kRowGap = 8;  // between the two
+    static FA_DEVICE int row(int which) { return lane_index() / 4 + kRowGap * which; }
     static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
     static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
     static constexpr bool kSplitsColumns = false;  // whether two tiles of values have the even and the odd columns of 16

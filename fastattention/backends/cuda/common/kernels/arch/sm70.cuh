@@ -27,10 +27,11 @@ struct Arch {
     static constexpr int kStepRows = Config::step_rows;
     static constexpr int kElements = kStepRows / 4;
 
+    static constexpr int kRowGap = 2;  // between the two rows of a lane
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2 % 2; }
     static FA_DEVICE int row(int which) {
         const int lane = lane_index();
-        return lane / 8 % 2 * 16 + lane / 16 * 8 + lane / 4 % 2 * 4 + which * 2 + lane % 2;
+        return lane / 8 % 2 * 16 + lane / 16 * 8 + lane / 4 % 2 * 4 + which * kRowGap + lane % 2;
     }
     static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + i / 4 * 4 + lane_index() / 2 % 2 * 2 + i % 2; }
     // Two neighbouring accumulators alternate between quarters of 16 columns, so that a lane's operands of both are 16

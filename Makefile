@@ -20,6 +20,7 @@ test: $(VENV)/.installed  ## the quick tests
 
 test-all: $(VENV)/.installed  ## what every change must pass: quick tests of Ascend kernels and with sanitizers too
 	$(PYTEST) --tier all
+	scripts/sanitize --build & scripts/test_ascend --install && wait $$!  # each takes a core
 	TIER=quick scripts/test_ascend
 	scripts/sanitize --tier quick
 

@@ -119,7 +119,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in DECODERS if name != "llama")])
 def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     gathers = counted(monkeypatch, FullAttentionCacheAllocator, "update")
-    prompts, expected = eager_tokens_of(name, 20)
+    prompts, expected = eager_tokens_of(name, 12)
     assert batched_tokens(pair(name).fast, prompts) == expected
     assert min(calls.values()) > 0
     assert not gathers
@@ -136,13 +136,13 @@ def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], m
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=deep) for name in ("gemma2", "mistral"))])
 def test_however_the_cache_is_cut(name: str, options: dict[str, Any]) -> None:
-    prompts, expected = eager_tokens_of(name, 20)
+    prompts, expected = eager_tokens_of(name, 12)
     assert batched_tokens(pair(name).fast, prompts, **options) == expected
 
 
 def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     hits = counted(monkeypatch, paged_cache.PagedAttentionCache, "search_prefix_match")
-    prompts, expected = eager_tokens_of("llama", 20)
+    prompts, expected = eager_tokens_of("llama", 12)
     assert batched_tokens(pair("llama").fast, prompts) == expected
     assert max(hits) >= 288
 
@@ -165,7 +165,7 @@ def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.Monkey
         self.cache_tensor.fill_(0xFF)  # NaN
 
     monkeypatch.setattr(paged_cache.PagedAttentionCache, "__init__", poisoned)
-    prompts, expected = eager_tokens_of(name, 20)
+    prompts, expected = eager_tokens_of(name, 12)
     assert batched_tokens(pair(name).fast, prompts) == expected
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from torch import Tensor
 
 from ascend.vendor.cases import runs
@@ -35,6 +36,7 @@ def calls() -> dict[str, Recorded]:
     return made
 
 
+@slow
 def test_every_mapping_is_among_the_cases() -> None:
     made = {call.mapping for call in calls().values()}
     # fmt: off

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.team import Team
+from tiers import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -65,6 +66,7 @@ def on_a_rank() -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]]:
     ]
 
 
+@slow
 def test_a_projection_is_one_call_of_the_operator(tmp_path: Path) -> None:
     team = Team(2, tmp_path)
     try:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from fastattention import fast_attn_func, fast_attn_with_kvcache
-from fastattention.cli.bench.gpu import sdpa
+from fastattention.cli.bench.gpu import heads_first, sdpa
+from fastattention.cli.bench.gpu_backward import Backward
 from fastattention.cli.bench.gpu_decode import CapturedCalls, copy_bandwidth, graph_microseconds
 from fastattention.cli.bench.timing import interleaved_on_device
 
@@ -76,9 +77,7 @@ def gradients(seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
         out = attend(*leaves, causal=causal, deterministic=deterministic, backend="cuda")
         calls[name] = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
     for name, peer in PEERS.items():
-        leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (q, k, v)]
-        out = sdpa(peer, leaves[0], leaves[1], leaves[2], causal)
-        calls[name] = partial(torch.autograd.grad, out, leaves, grad.transpose(1, 2), retain_graph=True)
+        calls[name] = Backward(peer, [heads_first(x).requires_grad_() for x in (q, k, v)], heads_first(grad), causal)
     flops = 2.5 * 4.0 * TOKENS * seqlen * NHEADS * WIDE / (2 if causal else 1)
     seconds = interleaved_on_device(calls, rounds)
     microseconds = {name: 1e6 * taken for name, taken in seconds.items()}

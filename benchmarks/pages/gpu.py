@@ -185,10 +185,10 @@ def build_backward() -> str:
 def _gradients(measurements: list[dict[str, Any]]) -> str:
     rows = []
     for one in measurements:
-        ampere, ampere_det, flash, cudnn, turing, turing_det, cutlass = (one["tflops"][name] for name in GRADIENT_PATHS)
-        rates = (f"{rate:.0f}" for rate in (ampere, ampere_det, flash, cudnn, turing, turing_det, cutlass))
+        rates = [one["tflops"][name] for name in GRADIENT_PATHS]
+        ampere, ampere_det, flash, cudnn, turing, turing_det, cutlass = rates
         ratios = (ampere / flash, ampere_det / flash, ampere / cudnn, turing / cutlass, turing_det / cutlass)
-        rows.append([_problem(one), *rates, *map(ratio, ratios)])
+        rows.append([_problem(one), *(f"{rate:.0f}" for rate in rates), *map(ratio, ratios)])
     headings = [
         "heads of, mask, tokens", "`sm80`", "`sm80` det.", "FlashAttention-2", "cuDNN", "`sm75`", "`sm75` det.",
         "CUTLASS", "`sm80` vs FlashAttention-2", "det. vs FlashAttention-2", "`sm80` vs cuDNN", "`sm75` vs CUTLASS",

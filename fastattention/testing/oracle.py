@@ -184,14 +184,19 @@ def _reference_results(
     return results_of(replace(call, arguments=call.arguments | copies), attention, grads, dtype)
 
 
+def _scale(case: Case) -> float:
+    """The absolute factor of products of queries and keys."""
+    scale: float = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
+    return scale
+
+
 def score_rounding(case: Case) -> float:
     """A float32 ulp of the products that a score sums up: by so much a score, and so a weight, may always be off.
 
     The largest sum of many is about four deviations above the usual one.
     """
-    scale: float = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
     products: float = case.headdim + 4 * case.headdim**0.5
-    return scale * products * case.magnitude**2 * _EPS32
+    return _scale(case) * products * case.magnitude**2 * _EPS32
 
 
 def _floor(case: Case, dtype: torch.dtype, name: str, exact: Tensor) -> float:
@@ -214,12 +219,11 @@ def _single_key_rounding(case: Case, dtype: torch.dtype) -> float:
     """
     if not case.dropout_p or not isinstance(case, DenseCase) or case.seqlen_k > 1:
         return 0.0
-    scale: float = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
     rounding: float = (
         OUT_FLOOR[dtype] / (1.0 - case.dropout_p) / 3**0.5
     )  # the deviation of an error within +- OUT_FLOOR
     deviation: float = rounding * case.headdim_of_v**0.5
-    return 4.0 * deviation * scale * 3.0 * case.magnitude
+    return 4.0 * deviation * _scale(case) * 3.0 * case.magnitude
 
 
 def error_of(name: str, found: Tensor, exact: Tensor) -> float:

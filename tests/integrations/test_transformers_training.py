@@ -167,11 +167,12 @@ def test_a_learned_position_bias_leaves_self_attention_to_sdpa(served: list[Prob
 def test_bfloat16_losses_are_as_near_to_float32_as_those_of_eager(name: str, served: list[Problem]) -> None:
     """At most 1.5 times as far, on average over all steps: two runs with rounded weights soon differ by chance."""
     # Weights of 0.2 in bfloat16 are 1e-3 apart: smaller steps would be lost.
-    options: dict[str, Any] = {"batches": batches_for(name), "learning_rate": 3e-3, "steps": 20}
+    steps = 20
+    options: dict[str, Any] = {"batches": batches_for(name), "learning_rate": 3e-3, "steps": steps}
     exact = train(trainable(pair(name).eager), **options)
     eager, fast = (train(trainable(model).bfloat16(), **options) for model in pair(name))
     assert {problem.dtype for problem in served} == {torch.bfloat16}
-    assert len(served) == 20 * NUM_LAYERS
+    assert len(served) == steps * NUM_LAYERS
     error, allowed = ((losses - exact).abs().mean().item() for losses in (fast, eager))
     assert 0 < error <= 1.5 * max(allowed, 5e-3)
 

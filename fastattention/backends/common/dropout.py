@@ -30,27 +30,26 @@ def kept(seed: Tensor, dropout_p: float, sequences: slice, nheads: int, rows: sl
     seed: int64 scalar
     rows, keys: slices with a start and a stop, as sequences
     """
-    device = seed.device
-    first_key, key_groups = keys.start // _KEYS, -(-keys.stop // _KEYS) - keys.start // _KEYS
-    first_row, row_groups = rows.start // _QUERIES, -(-rows.stop // _QUERIES) - rows.start // _QUERIES
+    row_groups, key_groups = _groups(rows, _QUERIES), _groups(keys, _KEYS)
     counters = (
-        torch.arange(first_key * _APART, (first_key + key_groups) * _APART, device=device),
-        torch.arange(first_row * _APART, (first_row + row_groups) * _APART, device=device)[:, None],
-        torch.arange(nheads, device=device)[:, None, None],
-        torch.arange(sequences.start, sequences.stop, device=device)[:, None, None, None],
+        torch.arange(_APART * key_groups.start, _APART * key_groups.stop, device=seed.device),
+        torch.arange(_APART * row_groups.start, _APART * row_groups.stop, device=seed.device)[:, None],
+        torch.arange(nheads, device=seed.device)[:, None, None],
+        torch.arange(sequences.start, sequences.stop, device=seed.device)[:, None, None, None],
     )
-    words = philox(
-        (seed & _LOW, seed >> 32 & _LOW), counters
-    )  # (sequences, nheads, counters of rows, counters of keys)
-    halves = torch.stack([word >> shift & 0xFFFF for shift in (0, 16) for word in words])
-    apart = halves.view(2, 4, *halves.shape[1:3], row_groups, _APART, key_groups, _APART)
+    words = philox((seed & _LOW, seed >> 32 & _LOW), counters)
     # Rows are ordered by group, half and counter, keys by group, word and counter.
-    numbers = apart.permute(2, 3, 4, 0, 5, 6, 1, 7).reshape(
-        *halves.shape[1:3], row_groups * _QUERIES, key_groups * _KEYS
-    )
-    begin_row, begin_key = rows.start - first_row * _QUERIES, keys.start - first_key * _KEYS
-    end_row, end_key = begin_row + rows.stop - rows.start, begin_key + keys.stop - keys.start
-    return numbers[:, :, begin_row:end_row, begin_key:end_key] >= threshold(dropout_p)
+    halves = torch.stack([word >> shift & 0xFFFF for shift in (0, 16) for word in words])
+    grouped = halves.view(2, 4, *halves.shape[1:3], len(row_groups), _APART, len(key_groups), _APART)
+    numbers = grouped.permute(2, 3, 4, 0, 5, 6, 1, 7).flatten(5).flatten(2, 4)
+    row, key = rows.start % _QUERIES, keys.start % _KEYS
+    numbers = numbers[:, :, row : row + rows.stop - rows.start, key : key + keys.stop - keys.start]
+    return numbers >= threshold(dropout_p)
+
+
+def _groups(tokens: slice, size: int) -> range:
+    """The groups of `size` tokens that hold some of these."""
+    return range(tokens.start // size, -(-tokens.stop // size))
 
 
 def threshold(dropout_p: float) -> int:

@@ -89,9 +89,8 @@ def measure(backends: Mapping[str, AttentionBackend], seqlens: Sequence[int], ro
             calls, flops = varlen_calls(backends, headdim, causal)
             varlen = record("packed", headdim, causal, flops, calls, rounds)
             dense = dense_equivalent(backends, headdim, causal, rounds)
-            paged = interleaved_on_device(paged_calls(headdim, causal), rounds)
-            paged_tflops = {name: flops / taken / 1e12 for name, taken in paged.items()}
-            records.append({**varlen, "dense_tflops": dense, "paged_tflops": paged_tflops})
+            paged = record("packed", headdim, causal, flops, paged_calls(headdim, causal), rounds)
+            records.append({**varlen, "dense_tflops": dense, "paged_tflops": paged["tflops"]})
             bar.advance(task)
     return records
 
@@ -129,12 +128,17 @@ def sdpa(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped)
 
 
+def uneven() -> tuple[list[int], Tensor]:
+    """Sequences of uneven length: the lengths, and their offsets as `cu_seqlens`."""
+    lengths = [round(TOKENS * part) for part in UNEVEN]
+    return lengths, torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
 def varlen_calls(
     backends: Mapping[str, AttentionBackend], headdim: int, causal: bool
 ) -> tuple[dict[str, TimedCall], float]:
     """Every path on variable-length sequences of uneven length."""
-    lengths = [round(TOKENS * part) for part in UNEVEN]
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    lengths, offsets = uneven()
     q, k, v = tensors(sum(lengths), headdim=headdim)
     options = Options(causal=causal, window_right=0 if causal else -1)
     problem, inputs = prepare_varlen(q, k, v, offsets, offsets, max(lengths), max(lengths), options)
@@ -146,8 +150,7 @@ def varlen_calls(
 
 def paged_calls(headdim: int, causal: bool) -> dict[str, TimedCall]:
     """The sequences of `varlen_calls`, their keys and values in pages of every dtype that a cache may have."""
-    lengths = [round(TOKENS * part) for part in UNEVEN]
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    lengths, offsets = uneven()
     longest = max(lengths)
     blocks_per_sequence = -(-longest // PAGE_BLOCK_SIZE)
     num_blocks = len(lengths) * blocks_per_sequence

@@ -17,8 +17,8 @@ has no dropout. `backend="cuda"`: from Hopper on, plain calls go to cuDNN by the
 LIMITS = """\
 - **A softcap of heads of 64** takes three special functions for a score, a plain call one. They bound the call
   ([0073](../decisions/0073-compile-each-rule-of-scores-on-its-own.md)).
-- **Dropout** drew 32 bits for each pair of a query and a key, by seven rounds of Philox for four pairs. They were
-  224 of the 1,089 instructions of a tile of heads of 64. It draws 16 bits since
+- **Dropout** is used in training, where a forward and its backward cost at most 1.3 times as much. A forward alone
+  of heads of 64 and 128 is issued 31 and 36 instructions for a weight. Philox takes 3.5 of them
   ([0076](../decisions/0076-draw-16-bits-for-a-weight-of-dropout.md)).
 - **FlexAttention** is compiled by Triton, which uses Hopper's own matrix instructions. Ours do not."""
 DECODE = """\

@@ -18,6 +18,7 @@ from pages import (
     ascend_plan,
     block_sparse,
     cpu,
+    cpu_threads,
     gpu,
     index,
     int8_products,
@@ -37,6 +38,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 BUILDERS = {
     "benchmarks/index.md": index.build,
     "benchmarks/cpu.md": cpu.build,
+    "benchmarks/cpu-threads.md": cpu_threads.build,
     "benchmarks/gpu.md": gpu.build_prefill,
     "benchmarks/gpu-backward.md": gpu.build_backward,
     "benchmarks/gpu-decode.md": gpu.build_decode,

@@ -7,6 +7,7 @@ from .results import SOURCE, Result
 
 PAGES = (
     ("[CPU](cpu.md)", "prefill, decode, varlen, memory, overhead, whole models", ("prefill", "xeon_amx/decode")),
+    ("[CPU: threads](cpu-threads.md)", "1 to 16 threads, and a busy core", ("cpu_threads",)),
     ("[GPU: prefill](gpu.md)", "every code path against torch's three kernels", ("gpu", "h100/gpu")),
     ("[GPU: backward](gpu-backward.md)", "gradients, against torch's three kernels", ("gpu_backward",)),
     ("[GPU: decode](gpu-decode.md)", "caches, pages, quantized caches", ("gpu_decode", "h100/gpu_decode")),

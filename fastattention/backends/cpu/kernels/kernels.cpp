@@ -33,6 +33,11 @@ using namespace fastattention;
 #include "attention/append.hpp"
 #include "attention/row_softmax.hpp"
 #include "attention/int8_products.hpp"
+#include "attention/panels.hpp"
+#include "attention/tile_weights.hpp"
+#ifdef FA_HAS_AMX
+#include "attention/piece_weights_amx.hpp"
+#endif
 #include "attention/prefill.hpp"
 #include "attention/panel_cache.hpp"
 #include "attention/backward.hpp"

@@ -5,6 +5,7 @@
 
 #include "common/arena.hpp"
 #include "common/divide_up.hpp"
+#include "common/fresh_pages.hpp"
 #include "attention/driver.hpp"
 #include "attention/sequences.hpp"
 #include "common/thread_pool.hpp"
@@ -48,6 +49,11 @@ public:
             first_query += mask.seqlen_q;
             first_key += mask.seqlen_k;
         }
+        const int64_t query_bytes = first_query * p_.nheads * call_.element_size;
+        const int64_t key_bytes = first_key * p_.nheads_k * call_.element_size;
+        if (gradients_.grad_q) provide_pages(gradients_.grad_q, query_bytes * p_.headdim, num_threads_);
+        if (gradients_.grad_k) provide_pages(gradients_.grad_k, key_bytes * p_.headdim, num_threads_);
+        if (gradients_.grad_v) provide_pages(gradients_.grad_v, key_bytes * p_.headdim_v, num_threads_);
         const int64_t most_bytes = std::max(kWaveBytes, kWaveBytesOfThread * num_threads_);
         for (size_t begin = 0, end; begin < jobs.size(); begin = end) {
             int64_t floats = floats_of(jobs[begin]);

@@ -12,6 +12,8 @@ struct Dropout {
     float factor;        // multiplies weights that are kept
     uint32_t seed[2];
 
+    bool drops() const { return factor != 0.0f; }
+
     static Dropout of(const FaAttentionParams& p) {
         if (p.dropout_p == 0.0) return {};
         const auto seed = static_cast<uint64_t>(*p.dropout_seed);

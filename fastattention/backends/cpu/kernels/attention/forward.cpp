@@ -7,6 +7,7 @@
 
 #include "common/arena.hpp"
 #include "common/divide_up.hpp"
+#include "common/fresh_pages.hpp"
 #include "attention/sequences.hpp"
 #include "common/thread_pool.hpp"
 
@@ -20,8 +21,8 @@ constexpr int64_t kLatentRows = 256;
 // Fewer rows use the kernels for separate keys and values, which process eight rows at a time.
 constexpr int64_t kLeastLatentRows = 9;
 // Keys of a decode split: few enough to balance threads, and enough that merging takes a few percent. They depend on the
-// lengths alone, never on the number of threads, so that results do not depend on it.
-constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128;
+// lengths and on which heads are read together, never on the number of threads, so that results do not depend on it.
+constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128, kWantedTasks = 64;
 // The most rows for which splits may have kMinSplitKeys keys. With more rows there is more to merge.
 constexpr int64_t kShortSplitRows = 32;
 // Bytes of a token that a decode task reads at once.
@@ -86,12 +87,13 @@ private:
         });
     }
 
-    // Keys of a split, for the sequences that are decoded.
-    int64_t split_keys() const {
+    // Keys of a split, for the sequences that are decoded. together: heads of a task
+    int64_t split_keys(int64_t together) const {
         int64_t keys = 0;
         for (const Sequence& s : sequences_)
             if (is_decode(s)) keys += visible_keys(s.mask).size() * p_.nheads_k;
-        return std::clamp(divide_up(divide_up(keys, kWantedSplits), 128) * 128, kMinSplitKeys, kMaxSplitKeys);
+        const int64_t wanted = std::max(kWantedSplits, kWantedTasks * together);
+        return std::clamp(divide_up(divide_up(keys, wanted), 128) * 128, kMinSplitKeys, kMaxSplitKeys);
     }
 
     // Neighbouring heads that one task reads together: in token-major caches as many as fill kTokenBytes, so that memory is
@@ -111,7 +113,7 @@ private:
 
     // Splits of the same keys are neighbours, head by head. A task is as many of them as are read together.
     void choose_splits() {
-        const int64_t wanted = split_keys(), most_together = heads_per_task();
+        const int64_t most_together = heads_per_task(), wanted = split_keys(most_together);
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (!is_decode(s) || s.mask.seqlen_q == 0) continue;
@@ -199,6 +201,7 @@ private:
                 jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
         }
         if (jobs.empty()) return true;
+        provide_result();
         if (finish_together(jobs)) return run_heads(g, jobs);
         for (size_t begin = 0, end; begin < jobs.size(); begin = end) {
             int64_t floats = jobs[begin].floats;
@@ -207,6 +210,21 @@ private:
             if (!run_wave(g, &jobs[begin], static_cast<int64_t>(end - begin), floats)) return false;
         }
         return true;
+    }
+
+    // Provides the pages of the result, if it is dense.
+    void provide_result() const {
+        char *begin = nullptr, *end = nullptr;
+        int64_t bytes = 0;
+        for (const Sequence& s : sequences_) {
+            if (s.mask.seqlen_q == 0) continue;
+            const int64_t last = (s.mask.seqlen_q - 1) * p_.out_stride_row + (p_.nheads - 1) * p_.out_stride_head;
+            char* const past_last = s.out + (last + p_.headdim_v) * call_.element_size;
+            begin = begin == nullptr ? s.out : std::min(begin, s.out);
+            end = std::max(end, past_last);
+            bytes += s.mask.seqlen_q * p_.nheads * p_.headdim_v * call_.element_size;
+        }
+        if (end - begin == bytes) provide_pages(begin, bytes, num_threads_);
     }
 
     // Whether to give each thread whole heads, if that takes little longer. Then no thread waits for panels, and panels stay

@@ -43,6 +43,12 @@ public:
     // Whether `modify` does more than multiply.
     bool modifies() const { return units_.modified; }
 
+    static void rescale(RunningRow row, float factor) {
+        const Vec by = broadcast(factor);
+        for (int64_t c = 0; c < row.columns; c += Vec::kWidth) store(row.acc_o + c, load(row.acc_o + c) * by);
+        store(row.sum, load(row.sum) * by);
+    }
+
     // The second half: turns scores into weights, times the scales of values unless these are null. known: the highest score
     // in each lane, or null if it is not known.
     void weigh(float* scores, int64_t begin, int64_t end, int64_t padded, RunningRow row, const float* value_scales,
@@ -100,12 +106,6 @@ private:
     }
 
     static void clear(float* scores, int64_t padded) { memset(scores, 0, padded / Unit::kElements * sizeof(float)); }
-
-    static void rescale(RunningRow row, float factor) {
-        const Vec by = broadcast(factor);
-        for (int64_t c = 0; c < row.columns; c += Vec::kWidth) store(row.acc_o + c, load(row.acc_o + c) * by);
-        store(row.sum, load(row.sum) * by);
-    }
 
     const Call& call_;
     const Sequence& sequence_;

@@ -35,23 +35,13 @@ using AmxQuad = AmxUnit<4>;
     if constexpr (Unit::kElements == 4) _tile_dpbssd(c, a, b); \
     else _tile_dpbf16ps(c, a, b)
 
-// Multiplies two by two tiles of C, or fewer at the edges. Registers 0 to 3 hold C, 4 and 5 hold A, 6 and 7 hold B.
-template <class Unit, bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
-FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-                            int64_t c_stride, Fetch ahead) {
-    const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, c_bytes = c_stride * 4;
-    float* const c_below = c + kAmxTile * c_stride;
-    if constexpr (kAccumulate) {
-        _tile_loadd(0, c, c_bytes);
-        if constexpr (kTwoColumns) _tile_loadd(1, c + kAmxTile, c_bytes);
-        if constexpr (kTwoRows) _tile_loadd(2, c_below, c_bytes);
-        if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c_below + kAmxTile, c_bytes);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+// Adds products to two by two tiles of C, or fewer at the edges. Registers 0 to 3 hold C, 4 and 5 hold A, 6 and 7 hold B.
+template <class Unit, bool kTwoRows, bool kTwoColumns, class Fetch>
+FA_INLINE void accumulate_tiles(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
+                                Fetch ahead) {
+    const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4;
+    // The intrinsics do not say that they read memory.
+    __asm__ volatile("" ::: "memory");
     for (int64_t k = 0; k < depth; k += kAmxTile) {
         ahead.fetch(b + k * b_stride, b_bytes);
         _tile_loadd(4, a + k, a_bytes);
@@ -69,10 +59,48 @@ FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, in
             }
         }
     }
+}
+
+FA_INLINE void clear_tiles() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+template <bool kTwoRows, bool kTwoColumns>
+FA_INLINE void store_tiles(float* c, int64_t c_stride) {
+    const int64_t c_bytes = c_stride * 4;
+    float* const c_below = c + kAmxTile * c_stride;
     _tile_stored(0, c, c_bytes);
     if constexpr (kTwoColumns) _tile_stored(1, c + kAmxTile, c_bytes);
     if constexpr (kTwoRows) _tile_stored(2, c_below, c_bytes);
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, c_below + kAmxTile, c_bytes);
+}
+
+// Leaves the product with two tiles of columns in registers, for store_tiles.
+template <class Unit, bool kTwoRows>
+FA_INLINE void multiply_tiles(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth) {
+    clear_tiles();
+    accumulate_tiles<Unit, kTwoRows, true>(a, a_stride, b, b_stride, depth, FetchNothing{});
+}
+
+template <class Unit, bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
+FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                            int64_t c_stride, Fetch ahead) {
+    __asm__ volatile("" ::: "memory");  // the intrinsics do not say that they read memory
+    if constexpr (kAccumulate) {
+        const int64_t c_bytes = c_stride * 4;
+        float* const c_below = c + kAmxTile * c_stride;
+        _tile_loadd(0, c, c_bytes);
+        if constexpr (kTwoColumns) _tile_loadd(1, c + kAmxTile, c_bytes);
+        if constexpr (kTwoRows) _tile_loadd(2, c_below, c_bytes);
+        if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c_below + kAmxTile, c_bytes);
+    } else {
+        clear_tiles();
+    }
+    accumulate_tiles<Unit, kTwoRows, kTwoColumns>(a, a_stride, b, b_stride, depth, ahead);
+    store_tiles<kTwoRows, kTwoColumns>(c, c_stride);
 }
 
 template <class Unit, bool kTwoColumns, bool kAccumulate, class Fetch>

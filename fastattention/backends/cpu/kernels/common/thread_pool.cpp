@@ -53,12 +53,16 @@ private:
             count_ = count;
             next_.store(0, std::memory_order_relaxed);
             helpers_ = helpers;
-            working_.store(helpers_, std::memory_order_relaxed);
             generation_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
         take(0);
-        while (working_.load(std::memory_order_acquire) != 0) wait_for_helpers();
+        {
+            // Nothing is left to take. A helper that has not begun, since another process has its core, is not waited for.
+            std::lock_guard<std::mutex> lock(mutex_);
+            helpers_ = 0;
+        }
+        wait_for_helpers();
     }
 
     // Starts workers until there are `wanted`, or as many as the system allows now.
@@ -100,6 +104,7 @@ private:
                 wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
                 seen = generation_.load(std::memory_order_relaxed);
                 helps = slot <= helpers_;
+                if (helps) working_.fetch_add(1, std::memory_order_relaxed);
             }
             if (!helps) continue;
             take(slot);
@@ -132,10 +137,10 @@ private:
     OmpActivityProbe omp_activity_;  // guarded by owner_
     std::atomic<uint64_t> generation_{0};
     std::atomic<int64_t> next_{0};
-    std::atomic<int> working_{0};
+    std::atomic<int> working_{0};  // helpers that have begun and not finished
     std::atomic<bool> leaves_a_core_{false};
     const int num_cores_ = static_cast<int>(std::thread::hardware_concurrency());
-    int helpers_ = 0;
+    int helpers_ = 0;  // workers that may begin
     int64_t count_ = 0;
     Task task_ = nullptr;
     void* context_ = nullptr;

@@ -33,6 +33,9 @@ FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_LT_OQ), b.v, a.v)};
 }
 
+// Whether a > b in any lane.
+FA_INLINE bool any_greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
+
 FA_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
 FA_INLINE Vec from_bits16(__m256i bits, Bfloat16) {
@@ -91,6 +94,20 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), to_bits16(a, Half{}));
 }
 
+// Stores both, one after the other.
+FA_INLINE void store_two(float* p, Vec first, Vec second) {
+    store(p, first);
+    store(p + 16, second);
+}
+FA_INLINE void store_two(Bfloat16* p, Vec first, Vec second) {
+#ifdef FA_HAS_BF16_DOT
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
+#else
+    store(p, first);
+    store(p + 16, second);
+#endif
+}
+
 // Values are integers of at most 127 in magnitude.
 FA_INLINE void store(Int8* p, Vec a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
@@ -115,9 +132,13 @@ FA_INLINE void store_interleaved(float* to, Vec first, Vec second) {
     _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(first.v, upper, second.v));
 }
 
-// 2^n * p for integral n; exact zero far below the smallest float.
-FA_INLINE Vec scale_exponent(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
 FA_INLINE Vec round_nearest(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+// Returns x less its floor, 0 for -inf.
+#define FA_HAS_ABOVE_FLOOR
+FA_INLINE Vec above_floor(Vec x) { return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
+// 2^floor(n) * p; exact zero far below the smallest float.
+FA_INLINE Vec scale_exponent(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
 
 FA_INLINE __m512 add_lanes(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
 FA_INLINE __m512i add_lanes(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }

@@ -15,7 +15,14 @@ is flash-attn's layout of a cache. "Scaling" is the speed on the most threads as
 share of what a plain matrix product (decode: a plain sum) reaches. **Bold** ratios are losses. Linear attention is the
 gated delta rule, which torch lacks."""
 BUSY = """\
-The same calls on all threads while another process keeps one core busy, as multiples of the time without it."""
+The same calls on all threads while another process keeps one core busy, as multiples of the time without it. Our own
+threads do not wait for one that has not begun. Where a call runs on torch's OpenMP threads, the team's barrier waits
+for all of them, also for one that lost its core in the middle of a part: probably the cause of medians above 2."""
+LIMITS = """\
+- **Prompts in bfloat16 on 16 threads.** The host slows tile instructions by up to four times, for seconds at a time
+  ([0077](../decisions/0077-keep-scores-of-amx-in-the-l1-cache.md)).
+- **Tokens first.** 0.50 to 0.90 of heads first on 16 threads. A head's part of a token is 256 to 512 bytes, 2 to 4 KB
+  from the next one."""
 
 
 def build() -> str:
@@ -29,6 +36,7 @@ def build() -> str:
         *result.sourced(
             f"## {device[0]}, {device[-1]}",
             by_threads,
+            LIMITS,
             "## Beside another process",
             BUSY,
             busy,

@@ -16,8 +16,8 @@ share of what a plain matrix product (decode: a plain sum) reaches. **Bold** rat
 gated delta rule, which torch lacks."""
 BUSY = """\
 The same calls on all threads while another process keeps one core busy, as multiples of the time without it. Our own
-threads do not wait for one that has not begun. Where a call runs on torch's OpenMP threads, the team's barrier waits
-for all of them, also for one that lost its core in the middle of a part: probably the cause of medians above 2."""
+threads do not wait for one that has not begun. A call on torch's OpenMP threads ends with a barrier for all of them,
+also for one that lost its core. That is probably the cause of medians above 2."""
 LIMITS = """\
 - **Prompts in bfloat16 on 16 threads.** The host slows tile instructions by up to four times, for seconds at a time
   ([0077](../decisions/0077-keep-scores-of-amx-in-the-l1-cache.md)).

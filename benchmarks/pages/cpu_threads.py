@@ -15,9 +15,9 @@ is flash-attn's layout of a cache. "Scaling" is the speed on the most threads as
 share of what a plain matrix product (decode: a plain sum) reaches. **Bold** ratios are losses. Linear attention is the
 gated delta rule, which torch lacks."""
 BUSY = """\
-The same calls on all threads while another process keeps one core busy, as multiples of the time without it. Our own
-threads do not wait for one that has not begun. A call on torch's OpenMP threads ends with a barrier for all of them,
-also for one that lost its core. That is probably the cause of medians above 2."""
+The same calls on all threads while another process keeps one core busy, as multiples of the time without it. Medians
+above 2 are those of torch's OpenMP threads, which did our work and end each loop together. Since this was measured such
+a team is left alone ([0078](../decisions/0078-keep-many-threads-of-a-cpu-busy.md))."""
 LIMITS = """\
 - **Prompts in bfloat16 on 16 threads.** The host slows tile instructions by up to four times, for seconds at a time
   ([0077](../decisions/0077-keep-scores-of-amx-in-the-l1-cache.md)).

@@ -49,9 +49,9 @@ void run_team(void (*function)(void*), void* data, unsigned, unsigned) {
 std::atomic<int> members{0};
 
 void run_on_team() {
-    fastattention::set_omp_team({run_team, [] { return members.exchange(5); }});
     for (int num_threads : {4, 2, 5})
         for (int64_t count : {2, 7, 5000}) {
+            fastattention::set_omp_team({run_team, [] { return members.exchange(5); }});  // not one that was held up
             members = 0;
             const int before = teams;
             std::this_thread::sleep_for(std::chrono::milliseconds(30));  // until it is time to look

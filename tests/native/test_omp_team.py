@@ -29,8 +29,9 @@ FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 class FakeOpenMp:
     """A team of Python's threads. When the library asks how many must be at work, it gets `looked_for`: 0 are."""
 
-    def __init__(self, team: int = 2, most: int = 2, looked_for: int = 0) -> None:
+    def __init__(self, team: int = 2, most: int = 2, looked_for: int = 0, holds_up: float = 0.0) -> None:
         self.teams = 0
+        self._holds_up = holds_up  # seconds that the team ends later than the work
         self._team, self._most, self._looked_for, self._asked = team, most, looked_for, 0
         self._parallel = Callback(self._run, arguments=(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint))
         self._max_threads = Callback(self._number, result=ctypes.c_int, arguments=())
@@ -52,6 +53,7 @@ class FakeOpenMp:
         FUNCTION(function)(data)
         for helper in helpers:
             helper.join()
+        time.sleep(self._holds_up)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +99,14 @@ def test_what_was_found_holds_for_a_while_and_is_looked_at_again() -> None:
     time.sleep(DUE)
     attend_and_check()
     assert openmp.teams == before
+
+
+def test_a_team_that_is_held_up_rests() -> None:
+    openmp = FakeOpenMp(holds_up=0.005)
+    openmp.install()
+    for _ in range(2):  # the second while what was found of the team still holds
+        attend_and_check()
+    assert openmp.teams == 1
 
 
 def _attend_in_child(openmp: FakeOpenMp) -> None:

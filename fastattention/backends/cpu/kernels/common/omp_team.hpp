@@ -40,7 +40,8 @@ private:
     bool is_active_ = false;
 };
 
-// parallel_for on the OpenMP team, which includes the caller. Returns false, and does nothing, if the team is too small.
+// parallel_for on the OpenMP team, which includes the caller. Returns false, and does nothing, if the team is too small, or
+// has been held up by another process a moment ago.
 bool run_on_omp_team(int64_t count, int num_threads, Task task, void* context);
 
 }  // namespace fastattention

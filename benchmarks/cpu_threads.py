@@ -56,7 +56,7 @@ def main(
             if call in BUSY_CALLS:
                 with a_busy_core():
                     found = median_seconds(calls, seconds)
-                busy.append({"dtype": dtype, "call": call, "threads": count, "seconds": found})
+                busy.append({"dtype": dtype, "call": call, "threads": counts[-1], "seconds": found})
     limits = []
     for count in counts:
         torch.set_num_threads(count)
@@ -84,22 +84,22 @@ def random(dtype: torch.dtype, *shape: int) -> Tensor:
 def attention(batch_size: int, seqlen: int, dtype: torch.dtype, causal: bool) -> Calls:
     """Prompts of equal length."""
     q, k, v = (random(dtype, batch_size, seqlen, NHEADS, HEADDIM) for _ in range(3))
-    ours: Callable[..., Any] = fast_attn_func
-    sdpa = functools.partial(heads_first, functools.partial(scaled_dot_product_attention, is_causal=causal))
-    return {
-        "ours": without_grad(functools.partial(ours, causal=causal, backend="cpu"), q, k, v),
-        "SDPA": without_grad(sdpa, q, k, v),
-    }
+    return {who: without_grad(forward, q, k, v) for who, forward in forwards(causal).items()}
 
 
 def gradients(batch_size: int, seqlen: int, dtype: torch.dtype) -> Calls:
     """A causal forward and its gradients."""
     q, k, v, grad = (random(dtype, batch_size, seqlen, NHEADS, HEADDIM) for _ in range(4))
+    return {who: with_gradients(forward, q, k, v, grad=grad) for who, forward in forwards(causal=True).items()}
+
+
+def forwards(causal: bool) -> dict[str, Callable[..., Any]]:
+    """Ours and SDPA's, of tensors with tokens before heads."""
     ours: Callable[..., Any] = fast_attn_func
-    sdpa = functools.partial(heads_first, functools.partial(scaled_dot_product_attention, is_causal=True))
+    sdpa = functools.partial(scaled_dot_product_attention, is_causal=causal)
     return {
-        "ours": with_gradients(functools.partial(ours, causal=True, backend="cpu"), q, k, v, grad=grad),
-        "SDPA": with_gradients(sdpa, q, k, v, grad=grad),
+        "ours": functools.partial(ours, causal=causal, backend="cpu"),
+        "SDPA": functools.partial(heads_first, sdpa),
     }
 
 

@@ -59,7 +59,7 @@ def tables(data: dict[str, Any]) -> tuple[str, str]:
             limit = scaling["sum" if call.startswith("decode") else "matrix product"]
             name = f"{dtype}, {call}" + who.removeprefix("ours")
             gain = taken[0] / taken[-1]
-            rows.append([name, *map(_cell(who), cells), f"{gain:.1f} ({percent(gain / limit)})"])
+            rows.append([name, *(_cell(row, who) for row in cells), f"{gain:.1f} ({percent(gain / limit)})"])
     headings = ["call", *(_threads(row["threads"]) for row in plain), "scaling"]
     for name in scaling:
         rows.append([f"torch's {name}", *(seconds(row["seconds"][name]) for row in plain), f"{scaling[name]:.1f}"])
@@ -70,12 +70,9 @@ def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def _cell(who: str) -> Any:
-    def cell(row: dict[str, Any]) -> str:
-        taken, sdpa = row["seconds"][who], row["seconds"].get("SDPA")
-        return seconds(taken) + (f" ({ratio(sdpa / taken)})" if sdpa else "")
-
-    return cell
+def _cell(row: dict[str, Any], who: str) -> str:
+    taken, sdpa = row["seconds"][who], row["seconds"].get("SDPA")
+    return seconds(taken) + (f" ({ratio(sdpa / taken)})" if sdpa else "")
 
 
 def _busy(data: dict[str, Any]) -> list[list[str]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.dropout import threshold
 from fastattention.backends.common.layout import first_strides, named_strides, score_strides, token_strides
 from fastattention.backends.cpu.headers import DTYPE_CODES, STRUCTS
 
@@ -54,6 +55,7 @@ def attention_params(problem: Problem, inputs: Inputs) -> Params:
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
         dropout_p=problem.dropout_p,
+        dropout_threshold=threshold(problem.dropout_p),
         **_result_strides(problem),
         **_input_strides(problem, inputs),
     )

@@ -17,8 +17,7 @@ struct Dropout {
     static Dropout of(const FaAttentionParams& p) {
         if (p.dropout_p == 0.0) return {};
         const auto seed = static_cast<uint64_t>(*p.dropout_seed);
-        const auto rounded = static_cast<uint32_t>(__builtin_nearbyint(p.dropout_p * 0x1p16));
-        return {(rounded > 0xffff ? 0xffff : rounded) << 16,
+        return {static_cast<uint32_t>(p.dropout_threshold) << 16,
                 static_cast<float>(1.0 / (1.0 - p.dropout_p)),
                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}};
     }

@@ -65,6 +65,7 @@ typedef struct FaAttentionParams {
     double softmax_scale;
     double softcap;  // 0 is off
     double dropout_p;  // 0 is off, and then there is no seed
+    int64_t dropout_threshold;  // `threshold` of backends/common/dropout.py
 } FaAttentionParams;
 
 // The tensors of a backward, all contiguous. Its FaAttentionParams are the forward's, with the resulting out and lse.

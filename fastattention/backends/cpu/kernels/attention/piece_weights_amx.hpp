@@ -9,11 +9,11 @@ namespace FA_NAMESPACE {
 
 // How weights are stored for a product.
 template <class Unit>
-struct WeightOf {
+struct StoredWeight {
     using Type = float;
 };
 template <>
-struct WeightOf<AmxPair> {
+struct StoredWeight<AmxPair> {
     using Type = Bfloat16;
 };
 
@@ -23,9 +23,8 @@ public:
     explicit PieceWeights(TileWork& work)
         : work_(work),
           softmax_(work.call, work.sequence),
-          units_(ScoreUnits::of(*work.call.params)),
           dropout_(Dropout::of(*work.call.params)),
-          margin_(kMargin / units_.log2),
+          margin_(kMargin / softmax_.units().log2),
           modifies_(kInt8 || softmax_.modifies() || work.head.key_scales || work.head.value_scales || work.sequence.tiles ||
                     dropout_.drops()) {
         for (int64_t row = 0; row < work.rows.count; ++row) refer(row, -kInfinity);
@@ -51,7 +50,7 @@ public:
     }
 
 private:
-    using Weight = typename WeightOf<Unit>::Type;
+    using Weight = typename StoredWeight<Unit>::Type;
     static constexpr bool kInt8 = KeyUnit::kElements == 4;
     static constexpr int64_t kRows = 2 * kAmxTile, kKeys = 2 * kAmxTile;  // of a piece
     static constexpr float kMargin = 4.0f;  // in log2
@@ -204,8 +203,8 @@ private:
         const Vec highest = maximum(first, second);
         if (__builtin_expect(any_greater(highest, broadcast(limit_[row])), false)) raise(row, reduce_max(highest), at.column);
         const Vec reference = broadcast(reference_[row]);
-        Vec p = units_.template weight<Unit::kElements == 1>(first, reference);
-        Vec q = units_.template weight<Unit::kElements == 1>(second, reference);
+        Vec p = softmax_.units().template weight<Unit::kElements == 1>(first, reference);
+        Vec q = softmax_.units().template weight<Unit::kElements == 1>(second, reference);
         store(at.sum, load(at.sum) + (p + q));
         if (kScaled) {
             p = p * load(scales);
@@ -226,7 +225,7 @@ private:
         const float old = work_.row_max[row];
         refer(row, highest);
         if (old == -kInfinity) return;  // all weights are 0
-        const float factor = units_.rescaling(old, highest);
+        const float factor = softmax_.units().rescaling(old, highest);
         RowSoftmax<Unit>::rescale(work_.running(row), factor);
         Weight* of_row = weights(row, 0);
         for (int64_t j = 0; j < column; j += Vec::kWidth) store(of_row + j, load(of_row + j) * broadcast(factor));
@@ -234,7 +233,6 @@ private:
 
     TileWork& work_;
     const RowSoftmax<Unit> softmax_;
-    const ScoreUnits units_;
     const Dropout dropout_;
     const float margin_;   // in the unit of scores
     const bool modifies_;  // whether scores or weights need more than the mask

@@ -43,6 +43,8 @@ public:
     // Whether `modify` does more than multiply.
     bool modifies() const { return units_.modified; }
 
+    const ScoreUnits& units() const { return units_; }
+
     static void rescale(RunningRow row, float factor) {
         const Vec by = broadcast(factor);
         for (int64_t c = 0; c < row.columns; c += Vec::kWidth) store(row.acc_o + c, load(row.acc_o + c) * by);

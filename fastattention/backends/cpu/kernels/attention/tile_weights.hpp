@@ -16,9 +16,9 @@ struct TileWork {
     const RowTile rows;
     const int64_t key_units, query_units, query_stride, value_columns, value_stride;
     float *queries, *scores, *acc_o, *row_sum;  // scores become weights; a sum is a vector of partial sums
-    float row_max[kRoomForRows] = {};                // the maximum, or what weights are relative to instead
-    QueryScale query_scales[kRoomForRows] = {};      // with int8 products
-    KeyRun runs[kTileKeys / kPanel] = {};       // the length of every run but the last of all is a multiple of kPanel
+    float row_max[kRoomForRows] = {};            // the maximum, or what weights are relative to instead
+    QueryScale query_scales[kRoomForRows] = {};  // with int8 products
+    KeyRun runs[kTileKeys / kPanel] = {};  // the length of every run but the last of all is a multiple of kPanel
     int64_t num_runs = 0, columns = 0;
 
     QueryRow at(int64_t row) const { return query_row(call, head.kv_head, rows, row); }

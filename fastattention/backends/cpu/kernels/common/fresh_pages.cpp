@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "common/divide_up.hpp"
 #include "common/thread_pool.hpp"
 
 namespace fastattention {
@@ -16,14 +15,13 @@ constexpr int64_t kLeastBytes = int64_t{8} << 20;
 // What the entries of one page table map. Threads would wait for each other at a smaller part.
 constexpr uintptr_t kPartBytes = uintptr_t{2} << 20;
 
-#if defined(__linux__) && !defined(MADV_POPULATE_WRITE)
+#ifndef MADV_POPULATE_WRITE
 constexpr int MADV_POPULATE_WRITE = 23;  // since Linux 5.14; headers may be older
 #endif
 
 }  // namespace
 
-void provide_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes, [[maybe_unused]] int num_threads) {
-#ifdef __linux__
+void provide_pages(void* memory, int64_t bytes, int num_threads) {
     if (num_threads <= 1 || bytes < kLeastBytes) return;
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(memory) / page * page;
@@ -35,7 +33,6 @@ void provide_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes
         const uintptr_t to = std::min(end, (first + part + 1) * kPartBytes);
         madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE);  // only advice: failure costs only speed
     });
-#endif
 }
 
 }  // namespace fastattention

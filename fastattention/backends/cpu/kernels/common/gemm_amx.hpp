@@ -69,6 +69,17 @@ FA_INLINE void clear_tiles() {
 }
 
 template <bool kTwoRows, bool kTwoColumns>
+FA_INLINE void load_tiles(const float* c, int64_t c_stride) {
+    const int64_t c_bytes = c_stride * 4;
+    const float* const c_below = c + kAmxTile * c_stride;
+    __asm__ volatile("" ::: "memory");  // as in accumulate_tiles
+    _tile_loadd(0, c, c_bytes);
+    if constexpr (kTwoColumns) _tile_loadd(1, c + kAmxTile, c_bytes);
+    if constexpr (kTwoRows) _tile_loadd(2, c_below, c_bytes);
+    if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c_below + kAmxTile, c_bytes);
+}
+
+template <bool kTwoRows, bool kTwoColumns>
 FA_INLINE void store_tiles(float* c, int64_t c_stride) {
     const int64_t c_bytes = c_stride * 4;
     float* const c_below = c + kAmxTile * c_stride;
@@ -88,14 +99,8 @@ FA_INLINE void multiply_tiles(const float* a, int64_t a_stride, const float* b, 
 template <class Unit, bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
 FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                             int64_t c_stride, Fetch ahead) {
-    __asm__ volatile("" ::: "memory");  // the intrinsics do not say that they read memory
     if constexpr (kAccumulate) {
-        const int64_t c_bytes = c_stride * 4;
-        float* const c_below = c + kAmxTile * c_stride;
-        _tile_loadd(0, c, c_bytes);
-        if constexpr (kTwoColumns) _tile_loadd(1, c + kAmxTile, c_bytes);
-        if constexpr (kTwoRows) _tile_loadd(2, c_below, c_bytes);
-        if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c_below + kAmxTile, c_bytes);
+        load_tiles<kTwoRows, kTwoColumns>(c, c_stride);
     } else {
         clear_tiles();
     }

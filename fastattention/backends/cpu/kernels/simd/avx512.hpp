@@ -99,14 +99,11 @@ FA_INLINE void store_two(float* p, Vec first, Vec second) {
     store(p, first);
     store(p + 16, second);
 }
-FA_INLINE void store_two(Bfloat16* p, Vec first, Vec second) {
 #ifdef FA_HAS_BF16_DOT
+FA_INLINE void store_two(Bfloat16* p, Vec first, Vec second) {
     _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
-#else
-    store(p, first);
-    store(p + 16, second);
-#endif
 }
+#endif
 
 // Values are integers of at most 127 in magnitude.
 FA_INLINE void store(Int8* p, Vec a) {

@@ -18,11 +18,12 @@ PYTEST := scripts/test -n auto --maxprocesses 8 --dist worksteal
 test: $(VENV)/.installed  ## the quick tests
 	$(PYTEST) --tier quick
 
-test-all: $(VENV)/.installed  ## what every change must pass: quick tests of Ascend kernels and with sanitizers too
+test-all: $(VENV)/.installed  ## what every change must pass: also of Ascend kernels, sanitizers and 64-bit Arm
 	$(PYTEST) --tier all
 	scripts/sanitize --build & scripts/test_ascend --install && wait $$!  # each takes a core
 	TIER=quick scripts/test_ascend
 	scripts/sanitize --tier quick
+	scripts/check_aarch64 --slice
 
 test-deep: $(VENV)/.installed  ## everything there is, new random cases, 64-bit Arm; for releases and after changes of kernels
 	scripts/test_deep

@@ -15,6 +15,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pages import (
+    arm_cycles,
     ascend_plan,
     block_sparse,
     cpu,
@@ -54,6 +55,7 @@ BUILDERS = {
     "benchmarks/linear.md": linear.build,
     "benchmarks/ascend-plan.md": ascend_plan.build,
     "benchmarks/volta-model.md": volta_model.build,
+    "benchmarks/arm-cycles.md": arm_cycles.build,
     "assets/speed.svg": speed_chart.build,
     "assets/gpu-prefill.svg": gpu.prefill_chart,
     "assets/gpu-backward.svg": gpu.backward_chart,

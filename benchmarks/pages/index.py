@@ -32,8 +32,8 @@ these pages from those files. Peers take turns with us in one process, and losse
 virtual ones that share their host, so expect differences of about 10% between runs."""
 NOT_RUN = """\
 We have had no V100, T4, P100 or Ascend NPU. What we predict of them is on pages of its own, and is labelled as
-predicted: [Ascend](ascend-plan.md) and [Volta](volta-model.md). 64-bit Arm has been run under emulation only. If you
-have such hardware, the output of `fastattention bench` on it is welcome."""
+predicted: [Ascend](ascend-plan.md), [Volta](volta-model.md) and [64-bit Arm](arm-cycles.md). 64-bit Arm has been run
+under emulation only. If you have such hardware, the output of `fastattention bench` on it is welcome."""
 MEASURE = """\
 ```sh
 fastattention bench                 # this machine's CPU and its GPU or NPU
@@ -52,6 +52,7 @@ def build() -> str:
     predictions = [
         ["[Ascend: predictions](ascend-plan.md)", "a simulator of Ascend chips", "none"],
         ["[Volta: predictions](volta-model.md)", "machine code and a model of an SM", "none"],
+        ["[64-bit Arm: predictions](arm-cycles.md)", "machine code and llvm-mca's models of cores", "none"],
     ]
     resources = f"{SOURCE}/benchmarks/results/kernels_resources.md"
     return page(

@@ -24,8 +24,24 @@ RECORDED_VARIABLES = ("FASTATTENTION_", "NCCL_", "OMP_")
 # The flags of a processor, among a hundred, that decide which attention kernel can run.
 INTERESTING_FLAGS = (
     "f16c", "fma", "avx2", "avx512f", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16",
-    "asimd", "asimdhp", "bf16", "sve", "sve2",
+    "asimd", "asimdhp", "asimddp", "asimdfhm", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
+# Cores of Arm processors by implementer and part, as /proc/cpuinfo has them: a name is not there.
+ARM_CORES = {
+    ("0x41", "0xd03"): "Cortex-A53",
+    ("0x41", "0xd05"): "Cortex-A55",
+    ("0x41", "0xd07"): "Cortex-A57",
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+    ("0x41", "0xd84"): "Neoverse-V3",
+    ("0x46", "0x001"): "A64FX",
+    ("0x48", "0xd01"): "TaiShan v110 (Kunpeng 920)",
+    ("0xc0", "0xac3"): "Ampere-1",
+}
 
 
 def describe_machine() -> dict[str, Any]:
@@ -49,8 +65,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's own name, e.g. "AMD EPYC"; its architecture where it reports none."""
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+    """The processor's name, e.g. "AMD EPYC", or that of its Arm cores; its architecture where neither is known."""
+    cpuinfo = _cpuinfo()
+    if name := cpuinfo.get("model name"):
+        return name
+    implementer, part = cpuinfo.get("CPU implementer"), cpuinfo.get("CPU part")
+    if implementer and part:
+        return ARM_CORES.get((implementer, part), f"Arm core of implementer {implementer}, part {part}")
+    return platform.processor() or platform.machine()
 
 
 def cpu_flags() -> list[str]:

@@ -96,8 +96,14 @@ def test_driver_version_comes_from_the_kernel(tmp_path: Path, monkeypatch: pytes
     [
         ("model name\t: Some CPU\nflags\t\t: sse avx2 fma\n\nmodel name\t: Other\n", "Some CPU", ["fma", "avx2"]),
         ("processor\t: 0\nFeatures\t: fp asimd sve\n", None, ["asimd", "sve"]),
+        (
+            "processor\t: 0\nFeatures\t: fp asimddp i8mm bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n",
+            "Neoverse-V1",
+            ["asimddp", "bf16", "i8mm"],
+        ),
+        ("CPU implementer\t: 0x99\nCPU part\t: 0x123\n", "Arm core of implementer 0x99, part 0x123", []),
     ],
-    ids=["x86", "arm"],
+    ids=["x86", "arm without a name", "Neoverse", "another core"],
 )
 def test_processor_is_read_from_cpuinfo(
     text: str, model: str | None, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -38,12 +38,14 @@ def test_an_instruction_set_without_int8_products_refuses(isa: str) -> None:
         assert isa != "generic"
         assert attend(q, k, v).isfinite().all()
         return
-    with pytest.raises(UnsupportedError, match=f"AVX-VNNI, AVX-512 VNNI or AMX int8.* {isa}.*leave qk_dtype out"):
+    with pytest.raises(
+        UnsupportedError, match=f"AVX-VNNI, AVX-512 VNNI, AMX int8 or dot products of Arm.* {isa}.*leave qk_dtype out"
+    ):
         attend(q, k, v)
 
 
 def test_the_newest_instruction_sets_multiply_int8(isa: str) -> None:
-    if isa in ("avx512_bf16", "amx_bf16"):  # every processor with these has it
+    if isa in ("avx512_bf16", "amx_bf16", "neon_bf16"):  # every processor with these has it
         assert load_library().multiplies_int8
 
 

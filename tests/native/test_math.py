@@ -16,8 +16,8 @@ KERNELS = Path(fastattention.__file__).parent / "backends" / "cpu" / "kernels"
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-# Instruction sets with bfloat16 units share the vectors of avx512.
-SIMD_FLAGS = {"generic": [], "avx2": AVX2, "avx512": AVX512}
+# Instruction sets with bfloat16 units share the vectors of another.
+SIMD_FLAGS = {"generic": [], "avx2": AVX2, "avx512": AVX512, "neon": []}
 
 RELATIVE_BOUNDS = {"exp2": 2e-7, "exp2_short": 3e-6, "tanh": 3e-7}
 

@@ -36,8 +36,8 @@ class CpuBackend(AttentionBackend):
             return reason
         if problem.qk_dtype is not None and not load_library().multiplies_int8:
             return (
-                "qk_dtype needs AVX-VNNI, AVX-512 VNNI or AMX int8, which the instruction set in use, "
-                f"{load_library().isa}, does not have on this processor; leave qk_dtype out"
+                "qk_dtype needs AVX-VNNI, AVX-512 VNNI, AMX int8 or dot products of Arm, which the instruction set in "
+                f"use, {load_library().isa}, does not have on this processor; leave qk_dtype out"
             )
         if (reason := why_not_arguments(problem, self.name, KERNELS_SERVE)) is not None:
             return reason

@@ -1,7 +1,8 @@
 // The kernels of one instruction set. The build compiles this file once for each, with that set's compiler flags and
 //   FA_NAMESPACE     the namespace of its code, also its name
 //   FA_SIMD_HEADER   the header of its vectors
-//   FA_HAS_BF16_DOT  if it has dot products of pairs of bfloat16
+//   FA_HAS_BF16_DOT  if it has dot products of pairs of bfloat16; on Arm also products of matrices
+//   FA_HAS_HALF_DOT  if it multiplies float16 and adds to float32, and has dot products of int8, both of Arm
 //   FA_HAS_VNNI      if it multiplies and adds pairs of 16-bit integers in one instruction
 //   FA_HAS_AMX       if it has AMX tiles of bfloat16 and int8
 #include FA_SIMD_HEADER
@@ -19,6 +20,9 @@ using namespace fastattention;
 #include "common/gemm.hpp"
 #ifdef FA_HAS_AMX
 #include "common/gemm_amx.hpp"
+#endif
+#ifdef FA_HAS_MATRICES
+#include "common/gemm_matrices.hpp"
 #endif
 #include "common/peaks.hpp"
 
@@ -47,6 +51,9 @@ using namespace fastattention;
 #include "attention/decode_amx.hpp"
 #include "attention/decode_rows_amx.hpp"
 #endif
+#ifdef FA_HAS_HALF_DOT
+#include "attention/decode_bytes.hpp"
+#endif
 #include "attention/decode.hpp"
 #include "attention/decode_latent.hpp"
 #include "attention/decode_merge.hpp"
@@ -70,9 +77,15 @@ struct Path {
 template <class Use>
 FA_INLINE auto with_path_of(int64_t dtype, Use&& use) {
     if (dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
+#ifdef FA_HAS_HALF_DOT
+    if (dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Halves, WideUnit<Float16>>{});
+#else
     if (dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>, WideUnit<Float16>>{});
+#endif
 #if defined(FA_HAS_AMX)
     return use(Path<Bfloat16, AmxPair, Bfloat16Tiles>{});
+#elif defined(FA_HAS_MATRICES)
+    return use(Path<Bfloat16, MatrixPair, Paired, Bfloat16Pair>{});
 #elif defined(FA_HAS_BF16_DOT)
     return use(Path<Bfloat16, Bfloat16Pair, Paired>{});
 #else
@@ -106,8 +119,10 @@ FA_INLINE auto with_stored(const FaAttentionParams& p, Use&& use) {
 // Passes the class of a decode's arithmetic.
 template <class Use>
 FA_INLINE auto with_dot(const FaAttentionParams& p, Use&& use) {
-#ifdef FA_HAS_WORDS
     // Fixed point is as accurate as half precision, but not as float32.
+#ifdef FA_HAS_HALF_DOT
+    if (p.cache_dtype == FA_INT8 && p.dtype != FA_FLOAT32) return use(BytePlanes{});
+#elif defined(FA_HAS_WORDS)
     if (p.cache_dtype == FA_INT8 && p.dtype != FA_FLOAT32) return use(FixedPoint{});
 #endif
     if (p.cache_dtype == FA_INT8) return use(Wide<Int8>{});
@@ -249,6 +264,10 @@ const Kernels kernels = {
     FA_NAME_OF(FA_NAMESPACE),
 #if defined(FA_HAS_AMX)
     Int8Dot::kAmx,
+#elif defined(FA_HAS_MATRICES)
+    Int8Dot::kI8mm,
+#elif defined(FA_HAS_LANES)
+    Int8Dot::kDotProd,
 #elif defined(FA_HAS_QUADS)
     Vec::kWidth == 16 ? Int8Dot::kAvx512Vnni : Int8Dot::kAvxVnni,
 #else

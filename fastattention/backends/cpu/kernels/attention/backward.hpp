@@ -324,7 +324,7 @@ private:
         const BlockRow blocks = call_.block_row(sequence_, first.token, first.head);
         const int64_t begin = larger(seen.seen_begin, first_key_), end = smaller(seen.seen_end, first_key_ + num_keys_);
         if (blocks.next(begin, end) >= end) return;
-        const int64_t rows = round_up(tile_rows.count, larger(Unit::kRowStep, Unit::kDepthStep * Unit::kElements));
+        const int64_t rows = round_up(tile_rows.count, common_multiple(Unit::kRowStep, Unit::kDepthStep * Unit::kElements));
         const auto for_each_run = [&](auto use) {
             KeyRuns runs(blocks, begin, end);
             while (runs.next(layout_.keys))

@@ -11,21 +11,22 @@
 
 namespace FA_NAMESPACE {
 
-static constexpr int kMaxGroup = Vec::kWidth < 8 ? Vec::kWidth : 8;
+// Sums of products of keys and queries that are kept in registers, and keys whose rows are read at a time.
+static constexpr int kScoreSums = Vec::kRegisters / 2, kMostKeysAtOnce = Vec::kWidth < 8 ? 8 : Vec::kWidth;
 
-// scores[j * kGroup + g] = key j . query g for the keys of a block, rounded up to whole vectors by repeating the last key.
+// scores[j * kGroup + g] = key j . query g for the keys of a block, rounded up to kScoreSums by repeating the last key.
 template <int kGroup, class Element, class Dot>
 static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const float* queries, int64_t query_stride,
                         int64_t headdim, float* scores) {
-    constexpr int kKeys = Vec::kWidth / kGroup;
+    constexpr int kKeys = smaller(kMostKeysAtOnce, kScoreSums / kGroup), kSums = kKeys * kGroup;
     const int64_t chunks = headdim / Dot::kChunk;
     const int tail = static_cast<int>(headdim % Dot::kChunk);
     const int64_t offset = head * block.keys.head_stride;
     PrefetchCursor<Element> ahead(block.keys, block, head);
     for (int64_t j = 0; j < block.n; j += kKeys) {
-        Vec acc[Vec::kWidth];
+        Vec acc[kSums];
 #pragma GCC unroll 16
-        for (int i = 0; i < Vec::kWidth; ++i) acc[i] = zero();
+        for (int i = 0; i < kSums; ++i) acc[i] = zero();
 #pragma GCC unroll 16
         for (int t = 0; t < kKeys; ++t) ahead.prefetch_next(0, headdim);
         auto step = [&](const float* query, auto&& key_chunk) __attribute__((always_inline)) {
@@ -58,7 +59,8 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
         if (tail)
             step(queries + chunks * Vec::kWidth,
                  [&](int t) { return Dot::load_chunk_partial(block.keys[j + t] + offset + chunks * Dot::kChunk, tail); });
-        store(scores + j * kGroup, Dot::reduce(acc));
+#pragma GCC unroll 4
+        for (int i = 0; i < kSums; i += Vec::kWidth) store(scores + j * kGroup + i, Dot::reduce(acc + i));
     }
 }
 
@@ -95,7 +97,7 @@ FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, 
             for (int g = 0; g < kGroup; ++g)
 #pragma GCC unroll 2
                 for (int i = 0; i < kVectors; ++i)
-                    acc[g][c][i] = Dot::multiply_add(acc[g][c][i], columns[i], broadcast(p[g]));
+                    acc[g][c][i] = Dot::multiply_add(acc[g][c][i], columns[i], broadcast(p[g]), i);
         }
     }
 #pragma GCC unroll 8
@@ -167,7 +169,7 @@ public:
         const TileRange& mask = sequence_->mask;
         const TileKind kind = mask.classify(rows_[0].token, rows_[kGroup - 1].token, block.first, block.first + block.n - 1);
         if (kind == TileKind::kSkipped) return;
-        const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
+        const int64_t padded = round_up(block.n * kGroup, larger(Vec::kWidth, Dot::kKeysPerStep * kGroup));
         score_block<kGroup>(Dot{}, block, head, queries_, query_stride_, call_->params->headdim, scores_);
         if constexpr (kQuantized<Element>) scale_scores(block, head, padded);
         if (score_units_.modified) score_mod(block);
@@ -304,7 +306,7 @@ private:
     float query_units_[Vec::kWidth], units_[kGroup];  // units of products with queries and with probabilities
     float *queries_, *acc_o_;  // (kGroup, query_stride_), in the Dot's layout, and (kGroup, acc_stride_)
     // One step may read the probability of the key after the last: it is 0.
-    alignas(64) float scores_[Dot::kBlock * kGroup + Vec::kWidth];
+    alignas(64) float scores_[Dot::kBlock * kGroup + kScoreSums];
     alignas(64) float probabilities_[Dot::kBlock * kGroup + Vec::kWidth];
     // Scales of the block's keys; anything finite after the last key.
     float key_scales_[kQuantized<Element> ? kBlockKeys + Vec::kWidth : 1] = {};

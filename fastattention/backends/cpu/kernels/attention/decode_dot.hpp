@@ -19,9 +19,9 @@ struct Wide {
     static constexpr int64_t kTurn = kQuantized<Element> ? kQuantizedTurnKeys : kTurnKeys;
     FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
     FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
-    // Add the product of a key with a query, and of columns of values with a probability.
+    // Add the product of a key with a query, and of columns of values with a probability: vector i of kColumnVectors.
     FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) { return fma(key, query, acc); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b, int) { return fma(a, b, acc); }
     FA_INLINE Vec reduce(const Vec* acc) { return reduce_columns(acc); }
 
     // Stores query g of a group, n elements, in the layout for steps; returns the unit of its products.
@@ -96,7 +96,7 @@ struct Paired : Wide<float> {
     FA_INLINE Vec load_chunk(const Bfloat16* p) { return load_pairs(p); }
     FA_INLINE Vec load_chunk_partial(const Bfloat16* p, int n) { return load_pairs_partial(p, n); }
     FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) { return dot_pairs(acc, key, query); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b, int) { return dot_pairs(acc, a, b); }
     template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
         narrow_row(query, reinterpret_cast<Bfloat16*>(queries + g * stride), n);
@@ -115,7 +115,34 @@ struct Paired : Wide<float> {
     }
     template <int kGroup>
     FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
-        store_key_pairs<kGroup>(reinterpret_cast<uint16_t*>(to) + i, to_bits16(p, Bfloat16{}));
+        store_key_pairs<kGroup>(reinterpret_cast<uint16_t*>(to), i, to_bits16(p, Bfloat16{}));
+    }
+};
+#endif
+
+#ifdef FA_HAS_HALF_DOT
+// float16 by instructions that widen the products of halves. Probabilities are rounded to float16.
+struct Halves : Wide<Float16> {
+    using Grouped = Halves;
+    static constexpr int kColumnStep = 2 * Vec::kWidth;
+    static constexpr int kChunk = 2 * Vec::kWidth;
+    static constexpr int kColumnVectors = 2;
+    FA_INLINE Vec load_chunk(const Float16* p) { return load_pairs(p); }
+    FA_INLINE Vec load_chunk_partial(const Float16* p, int n) { return load_pairs_partial(p, n); }
+    FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) {
+        return multiply_halves(multiply_halves(acc, key, query, 0), key, query, 1);
+    }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b, int i) { return multiply_halves(acc, a, b, i); }
+    template <int kGroup>
+    FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
+        narrow_row(query, reinterpret_cast<Float16*>(queries + g * stride), n);
+        return 1.0f;
+    }
+    FA_INLINE void combine(const Vec* values, Vec* columns) { columns[0] = columns[1] = values[0]; }
+    FA_INLINE void restore_order(const float* from, float* to) { memcpy(to, from, kChunk * sizeof(float)); }
+    template <int kGroup>
+    FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
+        store(to + i, twice(to_bits16(p, Float16{})));
     }
 };
 #endif
@@ -142,7 +169,7 @@ struct FixedPoint : Wide<Int8> {
     FA_INLINE Vec load_chunk(const Int8* p) { return load_words(p); }
     FA_INLINE Vec load_chunk_partial(const Int8* p, int n) { return load_words_partial(p, n); }
     FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) { return dot_words(acc, key, query); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_words(acc, a, b); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b, int) { return multiply_word_pairs(acc, a, b); }
     FA_INLINE Vec reduce(const Vec* acc) { return reduce_integer_columns(acc); }
 
     template <int kGroup>
@@ -154,13 +181,10 @@ struct FixedPoint : Wide<Int8> {
         return unit;
     }
 
-    FA_INLINE void combine(const Vec* values, Vec* columns) {
-        columns[0] = interleave_low(values[0], values[1]);
-        columns[1] = interleave_high(values[0], values[1]);
-    }
+    FA_INLINE void combine(const Vec* values, Vec* columns) { pair_words(values[0], values[1], columns[0], columns[1]); }
     FA_INLINE void restore_order(const float* from, float* to) {
         Vec first, second;
-        restore_columns(load(from), load(from + Vec::kWidth), first, second);
+        restore_word_columns(load(from), load(from + Vec::kWidth), first, second);
         store(to, first);
         store(to + Vec::kWidth, second);
     }
@@ -171,7 +195,7 @@ struct FixedPoint : Wide<Int8> {
         float factors[Vec::kWidth];
         fixed_point_rows<kGroup>(probabilities, n, kLargestWord, units, factors);
         for (int64_t i = 0; i < n; i += Vec::kWidth)
-            store_key_pairs<kGroup>(reinterpret_cast<uint16_t*>(probabilities) + i,
+            store_key_pairs<kGroup>(reinterpret_cast<uint16_t*>(probabilities), i,
                                     round_words(load(probabilities + i) * load(factors)));
     }
 

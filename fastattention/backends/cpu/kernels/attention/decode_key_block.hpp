@@ -4,6 +4,7 @@
 
 namespace FA_NAMESPACE {
 
+static constexpr int kMaxGroup = Vec::kWidth < 8 ? Vec::kWidth : 8;  // query rows that are processed together
 static constexpr int64_t kBlockKeys = 128;
 // Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a L1 cache and enough to cover
 // the latency of memory.

@@ -160,6 +160,11 @@ struct LatentProducts {
 #endif
 };
 
+#ifdef FA_HAS_MATRICES
+template <>
+struct LatentProducts<MatrixPair> : LatentProducts<Bfloat16Pair> {};
+#endif
+
 #ifdef FA_HAS_AMX
 // AMX tiles read the weights row by row.
 template <>

@@ -44,6 +44,8 @@ static void key_mean(const Call& call, const HeadPanels& head) {
 
 #ifdef FA_HAS_AMX
 using KeyQuad = AmxQuad;
+#elif defined(FA_HAS_MATRICES)
+using KeyQuad = MatrixQuad;
 #elif defined(FA_HAS_QUADS)
 using KeyQuad = Int8Quad;
 #endif

@@ -92,10 +92,11 @@ private:
     // lane. Pairs are written as bfloat16 from the start of the row; writes never overtake reads.
     template <bool kScaled>
     Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {
+        const ScoreUnits units = units_;  // a copy, as stores of weights might change what `this` holds
         const Vec reference = ScoreUnits::reference(broadcast(max));
         Vec sum = zero();
         for (int64_t j = 0; j < padded; j += Vec::kWidth) {
-            Vec p = units_.template weight<Unit::kElements == 1>(load(scores + j), reference);
+            Vec p = units.template weight<Unit::kElements == 1>(load(scores + j), reference);
             sum = sum + p;
             if (kScaled) p = p * load(value_scales + j);
             if (Unit::kElements == 1) {

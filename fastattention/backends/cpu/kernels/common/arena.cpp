@@ -25,7 +25,9 @@ const bool keeps_buffers = pthread_atfork(lock, unlock, unlock) == 0;
 char* allocate(size_t bytes) {
     if (bytes < kHugePage) return static_cast<char*>(std::aligned_alloc(64, bytes));
     char* data = static_cast<char*>(std::aligned_alloc(kHugePage, bytes));
+#ifdef MADV_HUGEPAGE
     if (data != nullptr) madvise(data, bytes, MADV_HUGEPAGE);  // only advice: failure costs nothing but speed
+#endif
     return data;
 }
 

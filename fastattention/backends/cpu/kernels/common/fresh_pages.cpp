@@ -15,8 +15,13 @@ constexpr int64_t kLeastBytes = int64_t{8} << 20;
 // What the entries of one page table map. Threads would wait for each other at a smaller part.
 constexpr uintptr_t kPartBytes = uintptr_t{2} << 20;
 
+#ifdef __linux__
 #ifndef MADV_POPULATE_WRITE
 constexpr int MADV_POPULATE_WRITE = 23;  // since Linux 5.14; headers may be older
+#endif
+void populate(void* memory, size_t bytes) { madvise(memory, bytes, MADV_POPULATE_WRITE); }
+#else
+void populate(void*, size_t) {}
 #endif
 
 }  // namespace
@@ -29,9 +34,9 @@ void provide_pages(void* memory, int64_t bytes, int num_threads) {
     const uintptr_t first = begin / kPartBytes;
     const auto parts = static_cast<int64_t>((end - 1) / kPartBytes - first + 1);
     parallel_for(parts, num_threads, [&](int64_t part, int) {
-        const uintptr_t from = std::max(begin, (first + part) * kPartBytes);
-        const uintptr_t to = std::min(end, (first + part + 1) * kPartBytes);
-        madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE);  // only advice: failure costs only speed
+        const uintptr_t from = std::max<uintptr_t>(begin, (first + part) * kPartBytes);
+        const uintptr_t to = std::min<uintptr_t>(end, (first + part + 1) * kPartBytes);
+        populate(reinterpret_cast<void*>(from), to - from);  // only advice: failure costs only speed
     });
 }
 

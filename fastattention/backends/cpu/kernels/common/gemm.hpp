@@ -17,6 +17,7 @@ namespace FA_NAMESPACE {
 //   kOperands   units of A for one unit of B
 //   start       the initial value of a vector of sums
 //   load_units  loads a vector of units of B as kOperands operands
+//   multiply_add  adds the products of a vector of B with a unit of A, which is in all lanes of a vector, or a Lane
 //   pack        packs two vectors of elements to a vector of units
 // Register tile: with six rows, the accumulators, one vector of A and kVectors of B fill the registers.
 static constexpr int kRows = 6;
@@ -39,7 +40,10 @@ struct WideUnit : VectorUnit {
     static constexpr int kElements = 1;
     static constexpr int kOperands = 1;
     FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+    template <class Row>
+    FA_INLINE Vec multiply_add(Vec acc, Row a, Vec b) {
+        return fma(a, b, acc);
+    }
 };
 using FloatUnit = WideUnit<float>;
 
@@ -49,7 +53,10 @@ struct WidePair : VectorUnit {
     static constexpr int kElements = 1;
     static constexpr int kOperands = 2;
     FA_INLINE void load_units(const Stored* p, Vec* operands) { widen_pairs(load(p), operands[0], operands[1]); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+    template <class Row>
+    FA_INLINE Vec multiply_add(Vec acc, Row a, Vec b) {
+        return fma(a, b, acc);
+    }
 };
 
 #ifdef FA_HAS_BF16_DOT
@@ -58,7 +65,10 @@ struct Bfloat16Pair : VectorUnit {
     static constexpr int kElements = 2;
     static constexpr int kOperands = 1;
     FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
+    template <class Row>
+    FA_INLINE Vec multiply_add(Vec acc, Row a, Vec b) {
+        return dot_pairs(acc, a, b);
+    }
     FA_INLINE Vec pack(Vec first, Vec second) { return to_pairs(first, second); }
 };
 #endif
@@ -67,11 +77,14 @@ struct Bfloat16Pair : VectorUnit {
 struct Int8Quad : VectorUnit {
     using Stored = float;
     static constexpr int kElements = 4;
-    static constexpr int kOffset = 128;
+    static constexpr int kOffset = kQuadOffset;
     static constexpr int kOperands = 1;
-    FA_INLINE Vec start(const Stored* b, int64_t b_stride) { return load(b - b_stride); }
+    FA_INLINE Vec start(const Stored* b, int64_t b_stride) { return kOffset ? load(b - b_stride) : zero(); }
     FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_quads(acc, a, b); }
+    template <class Row>
+    FA_INLINE Vec multiply_add(Vec acc, Row a, Vec b) {
+        return dot_quads(acc, a, b);
+    }
 };
 #endif
 
@@ -86,6 +99,30 @@ struct FetchAhead {
     }
 };
 
+#ifdef FA_HAS_LANES
+// Adds products with as many units of B as a vector of A has: those from lane kLane on. Vectors of A stay in registers, and
+// those of B come one at a time.
+template <class Unit, int kRowCount, int kUsed, class Fetch, int kLane = 0>
+FA_INLINE void multiply_lanes(const Vec* rows, const typename Unit::Stored* b, int64_t b_stride, Vec (*acc)[kUsed],
+                              Fetch ahead) {
+    if constexpr (kLane < Vec::kWidth) {
+        ahead.fetch(b, kUsed * Vec::kWidth * sizeof(*b));
+#pragma GCC unroll 8
+        for (int j = 0; j < kUsed; ++j) {
+            Vec columns[Unit::kOperands];
+            Unit::load_units(b + j * Vec::kWidth, columns);
+#pragma GCC unroll 16
+            for (int i = 0; i < kRowCount; ++i) {
+                acc[i][j] = Unit::multiply_add(acc[i][j], Lane<kLane>{rows[i]}, columns[0]);
+                if constexpr (Unit::kOperands == 2)
+                    acc[i][j] = Unit::multiply_add(acc[i][j], Lane<kLane + 1>{rows[i]}, columns[1]);
+            }
+        }
+        multiply_lanes<Unit, kRowCount, kUsed, Fetch, kLane + Unit::kOperands>(rows, b + b_stride, b_stride, acc, ahead);
+    }
+}
+#endif
+
 // Multiplies kRowCount rows of C, kUsed vectors wide.
 template <class Unit, int kRowCount, int kUsed, bool kAccumulate, class Fetch = FetchNothing>
 FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride,
@@ -95,7 +132,17 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
     for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) acc[i][j] = Unit::start(b + j * Vec::kWidth, b_stride);
-    for (int64_t k = 0; k < depth; ++k) {
+    int64_t k = 0;
+#ifdef FA_HAS_LANES
+    constexpr int64_t kSteps = Vec::kWidth / Unit::kOperands;
+    for (; k + kSteps <= depth; k += kSteps) {
+        Vec rows[kRowCount];
+#pragma GCC unroll 16
+        for (int i = 0; i < kRowCount; ++i) rows[i] = load(a + i * a_stride + k * Unit::kOperands);
+        multiply_lanes<Unit, kRowCount, kUsed>(rows, b + k * b_stride, b_stride, acc, ahead);
+    }
+#endif
+    for (; k < depth; ++k) {
         const typename Unit::Stored* units = b + k * b_stride;
         ahead.fetch(units, kUsed * Vec::kWidth * sizeof(*units));
         Vec columns[kUsed][Unit::kOperands];

@@ -6,7 +6,7 @@ namespace fastattention {
 struct Kernels;  // kernels.hpp
 
 // The instructions with which kernels multiply int8.
-enum class Int8Dot { kNone, kAvxVnni, kAvx512Vnni, kAmx };
+enum class Int8Dot { kNone, kAvxVnni, kAvx512Vnni, kAmx, kDotProd, kI8mm };
 
 // Number of instruction sets this processor runs; the last is the fastest.
 int num_isas();

@@ -4,15 +4,15 @@
 namespace FA_NAMESPACE {
 
 // Independent accumulators, enough to cover the latency of an instruction on every pipe.
-static constexpr int kChains = 12;
+static constexpr int kChains = Vec::kRegisters * 3 / 4;
 
 template <class Step>
 FA_INLINE float run_chains(int64_t iterations, Step&& step) {
     Vec acc[kChains];
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int i = 0; i < kChains; ++i) acc[i] = broadcast(static_cast<float>(i));
     for (int64_t iteration = 0; iteration < iterations; ++iteration) {
-#pragma GCC unroll 12
+#pragma GCC unroll 24
         for (int i = 0; i < kChains; ++i) acc[i] = step(acc[i]);
     }
     float sum = 0.0f;
@@ -44,6 +44,14 @@ static double bf16_dot_loop(int64_t iterations) {
     }
     AmxPair::end();
     return 4.0 * 2.0 * 16 * 16 * 32 * static_cast<double>(iterations);
+}
+#elif defined(FA_HAS_MATRICES)
+static double bf16_dot_loop(int64_t iterations) {
+    volatile float ones_value = 1.00196078f;  // its bits are two bfloat16 near 1
+    const Vec ones = broadcast(ones_value);
+    volatile float sink = run_chains(iterations, [&](Vec acc) { return multiply_matrices(acc, ones, ones, Bfloat16{}); });
+    (void)sink;
+    return 8.0 * kChains * Vec::kWidth * static_cast<double>(iterations);
 }
 #elif defined(FA_HAS_BF16_DOT)
 static double bf16_dot_loop(int64_t iterations) {

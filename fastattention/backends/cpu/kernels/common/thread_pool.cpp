@@ -76,8 +76,10 @@ private:
                 const uint64_t seen = generation_.load(std::memory_order_relaxed);
                 std::thread worker([this, slot, seen] { work(slot, seen); });
                 ++num_workers_;
+#ifndef __APPLE__  // which has no such clocks, and whose torch has no OpenMP team that is found
                 clockid_t clock;
                 if (pthread_getcpuclockid(worker.native_handle(), &clock) == 0) clocks_.push_back(clock);
+#endif
                 worker.detach();
             }
         } catch (const std::exception&) {  // no thread, or no memory for one: the next call tries again

@@ -19,7 +19,7 @@ template <class Unit>
 struct LinearLayout {
     // Scores form a triangle. It is computed in steps of this many rows, each step up to its diagonal.
     static constexpr int64_t kDepthStep = Unit::kElements * Unit::kDepthStep;
-    static constexpr int64_t kStepRows = Unit::kRowStep > kDepthStep ? Unit::kRowStep : kDepthStep;
+    static constexpr int64_t kStepRows = common_multiple(Unit::kRowStep, kDepthStep);
     static constexpr bool kPairs = Unit::kElements == 2;
     static_assert(Unit::kElements <= 2);
 

@@ -26,6 +26,14 @@ struct FlushDenormals {
     const unsigned before = __builtin_ia32_stmxcsr();
     FlushDenormals() { __builtin_ia32_ldmxcsr(before | kFlushes); }
     ~FlushDenormals() { __builtin_ia32_ldmxcsr(before); }
+#elif defined(__aarch64__)
+    static constexpr uint64_t kFlushes = 1 << 24;  // FPCR.FZ
+    uint64_t before;
+    FlushDenormals() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+        __asm__ volatile("msr fpcr, %0" : : "r"(before | kFlushes));
+    }
+    ~FlushDenormals() { __asm__ volatile("msr fpcr, %0" : : "r"(before)); }
 #else
     FlushDenormals() {}
     ~FlushDenormals() {}

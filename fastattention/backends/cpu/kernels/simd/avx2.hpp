@@ -176,6 +176,7 @@ FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
 FA_INLINE Vec integers_to_floats(Vec a) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(a.v))}; }
 // acc + the four products of each quad, where a is unsigned and b is signed. Only for processors with AVX-VNNI. In
 // assembler, because the intrinsic is not inlined into functions that are compiled for processors without it.
+static constexpr int kQuadOffset = 128;
 FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.v) : "x"(a.v), "x"(b.v));
     return acc;

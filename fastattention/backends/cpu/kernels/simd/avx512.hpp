@@ -211,6 +211,7 @@ FA_INLINE Vec dot_words(Vec acc, Vec a, Vec b) {
 }
 // acc + the four products of each quad, where a is unsigned and b is signed. Only for processors with AVX512_VNNI. In
 // assembler, because the intrinsic is not inlined into functions that are compiled for processors without it.
+static constexpr int kQuadOffset = 128;
 FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));
     return acc;
@@ -225,10 +226,10 @@ FA_INLINE Vec dot_pairs(Vec acc, Vec a, Vec b) {
 }
 #endif
 
-// Probabilities of kGroup rows, 16 bits each, key by key, become pairs of neighbouring keys: to[(pair * kGroup + g) * 2 + i]
-// is key 2 * pair + i of row g.
+// Probabilities of kGroup rows, 16 bits each, key by key, become pairs of neighbouring keys: to[(pair * kGroup + g) * 2 + k]
+// is key 2 * pair + k of row g. p: numbers i ... i + 15 in the first order.
 template <int kGroup>
-FA_INLINE void store_key_pairs(uint16_t* to, __m256i p) {
+FA_INLINE void store_key_pairs(uint16_t* to, int64_t i, __m256i p) {
     alignas(32) static constexpr struct Order {
         uint16_t lane[16] = {};
         constexpr Order() {
@@ -237,7 +238,7 @@ FA_INLINE void store_key_pairs(uint16_t* to, __m256i p) {
     } order;
     const __m256i index = _mm256_load_si256(reinterpret_cast<const __m256i*>(order.lane));
     const __m256i pairs = _mm256_permutexvar_epi16(index, p);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), pairs);
 }
 
 // Interleave the low or the high half of each 128-bit lane of two rows: pairs (a[i], b[i]). Columns come out in an order
@@ -255,6 +256,15 @@ FA_INLINE void restore_columns(Vec low, Vec high, Vec& first, Vec& second) {
     first.v = _mm512_permutex2var_ps(low.v, index_first, high.v);
     second.v = _mm512_permutex2var_ps(low.v, index_second, high.v);
 }
+
+// Pairs of rows of words for multiply_word_pairs, and the order of its columns.
+FA_INLINE void pair_words(Vec a, Vec b, Vec& first, Vec& second) {
+    first = interleave_low(a, b);
+    second = interleave_high(a, b);
+}
+FA_INLINE void restore_word_columns(Vec a, Vec b, Vec& first, Vec& second) { restore_columns(a, b, first, second); }
+// by: a pair of words in every lane.
+FA_INLINE Vec multiply_word_pairs(Vec acc, Vec pairs, Vec by) { return dot_words(acc, pairs, by); }
 
 #ifdef FA_HAS_BF16_DOT
 // Rounds both to bfloat16 and interleaves their lanes as pairs.

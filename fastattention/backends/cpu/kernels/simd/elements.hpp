@@ -39,8 +39,13 @@ static constexpr float kLargest = 3.402823466e38f;
 static constexpr float kLog2E = 1.44269504088896340736f;
 static constexpr float kLn2 = 0.69314718055994530942f;
 
-FA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-FA_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+FA_INLINE constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+FA_INLINE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t common_multiple(int64_t a, int64_t b) {
+    int64_t multiple = a;
+    while (multiple % b != 0) multiple += a;
+    return multiple;
+}
 FA_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 }  // namespace FA_NAMESPACE

@@ -1,4 +1,4 @@
-// Vectors of four floats in the compiler's own vector types, for any processor; NEON on aarch64.
+// Vectors of four floats in the compiler's own vector types, for any processor.
 #pragma once
 
 #include <cmath>
@@ -13,11 +13,7 @@ typedef uint32_t Uint4 __attribute__((vector_size(16)));
 
 struct Vec {
     static constexpr int kWidth = 4;
-#ifdef __aarch64__
-    static constexpr int kRegisters = 32;
-#else
     static constexpr int kRegisters = 16;
-#endif
     Float4 v;
 };
 

@@ -53,7 +53,8 @@ def main(
 def described() -> list[dict[str, Any]]:
     """The processors, as JSON types."""
     return [
-        {"name": one.name, "chip": one.chip, "ghz": one.ghz, "product_reach": one.product_reach} for one in PROCESSORS
+        {"name": one.name, "chip": one.chip, "ghz": one.ghz, "isa": one.isa, "product_reach": one.product_reach}
+        for one in PROCESSORS
     ]
 
 
@@ -75,7 +76,7 @@ def of_isa(isa: str) -> Iterator[dict[str, Any]]:
         if call.name not in traces:
             continue
         for processor in PROCESSORS:
-            if isa == PORTABLE or isa in processor.isas:
+            if isa in (PORTABLE, processor.isa):
                 yield {"isa": isa, **count(call, traces[call.name], processor)}
 
 

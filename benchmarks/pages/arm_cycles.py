@@ -20,12 +20,14 @@ A panel of keys, or as many columns of values, and 48 rows, at heads of 128. The
 main loop would take alone. Cells have two shares of it: of one iteration of the main loop, and of everything that the
 call executed. The call includes rearrangements, and loads and stores of sums. The third figure counts accesses of the
 stack in an iteration, and is left out where there are none, as it should be. Loops are to reach {reach}; nothing is
-promised for others. Without instructions for bfloat16, its products are those of float32."""
+promised for others. Without instructions for bfloat16, its products are those of float32. Headings name the set that a
+processor runs; "portable" is the header without intrinsics, with the same flags."""
 DECODES = """\
 32 keys of a head of 128, for one query row or for four that share a key. "Score" multiplies queries with keys, and
 "accumulate" weights with values. Cells have the GB/s of the cache that a core reads, over everything that the call
-executed, at the clock in the heading. They are to reach {reach:.0f} GB/s. Accesses of the stack in an iteration of the
-main loop follow, where there are any."""
+executed, at the clock in the heading. They are to reach {reach:.0f} GB/s. Four rows take four multiply-adds for each
+element, which is more than some of these cores have at that rate. Accesses of the stack in an iteration of the main
+loop follow, where there are any."""
 SOFTMAX = """\
 Cycles per score of prefill's softmax: the maximum of a row of 256 scores, their exponentials and the sum."""
 LIMITS = """\
@@ -132,17 +134,18 @@ def _table(data: Record, kinds: tuple[str, ...], cell: Callable[[Record], str], 
     for key in dict.fromkeys(_key(record) for record in records):
         cells = {record["processor"]: cell(record) for record in records if _key(record) == key}
         rows.append([_name(*key), *(cells.get(one["name"], "-") for one in processors)])
-    headings = [f"{one['name']}, {one['ghz']} GHz" for one in processors]
+    headings = [f"{one['name']}, {one['ghz']} GHz, `{one['isa']}`" for one in processors]
     return table([what, *headings], rows)
 
 
 def _key(record: Record) -> tuple[str, str, str, int]:
-    return record["isa"], record["kind"], record["dtype"], record["rows"]
+    kernels = "portable" if record["isa"] == "portable" else "ours"
+    return kernels, record["kind"], record["dtype"], record["rows"]
 
 
-def _name(isa: str, kind: str, dtype: str, rows: int) -> str:
+def _name(kernels: str, kind: str, dtype: str, rows: int) -> str:
     shared = f", {rows} row{'s' if rows > 1 else ''}" if kind in ("score", "accumulate") else ""
-    return f"{isa}, {dtype} {kind}{shared}"
+    return f"{kernels}, {dtype} {kind}{shared}"
 
 
 def _limits(data: Record) -> str:

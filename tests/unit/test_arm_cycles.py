@@ -87,5 +87,5 @@ def record(kind: str, cycles: float, stack: int = 0) -> dict[str, Any]:
 def test_a_loop_misses_below_its_reach_or_with_accesses_of_the_stack(
     kind: str, cycles: float, stack: int, missed: bool
 ) -> None:
-    processors = {"p": {"name": "p", "ghz": 2.0, "product_reach": 0.8}}
+    processors = {"p": {"name": "p", "isa": "neon", "ghz": 2.0, "product_reach": 0.8}}
     assert arm_cycles.misses(record(kind, cycles, stack), processors) == missed

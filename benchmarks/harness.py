@@ -1,4 +1,4 @@
-"""What the scripts share: where their figures go, how these are shown, processes of their own, and calls to time."""
+"""What the scripts share: where their figures go, how these are shown, other programs, and calls to time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT
+from fastattention.errors import CompileError
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,6 +37,20 @@ def show(*blocks: str) -> None:
             OUTPUT.print(Markdown(block))
         else:
             print(block, end="\n\n")
+
+
+def run_tool(command: Sequence[str], folder: Path | None = None, text: str | None = None) -> str:
+    """The output of a program, run in `folder` with `text` as its input.
+
+    Raises CompileError when there is no such program, and with its error message when it fails.
+    """
+    try:
+        done = subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise CompileError(f"{command[0]} is not installed") from error
+    if done.returncode != 0:
+        raise CompileError(f"{' '.join(command[:4])} ... fails: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
 
 
 def run_again(script: str, *arguments: str, **environment: str) -> Any:

@@ -24,11 +24,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness import RESULTS, publish
+from harness import RESULTS, publish, run_tool
 from pages import arm_cycles
 
 from arm_cycles import loops, mca, peers, trace
-from arm_cycles.assembly import OBJDUMP, Instruction, run
+from arm_cycles.assembly import OBJDUMP, Instruction
 from arm_cycles.processors import PORTABLE, PROCESSORS, Processor
 from fastattention.cli.console import errors_as_messages
 from fastattention.cli.machine import describe_machine
@@ -62,8 +62,8 @@ def versions(wheel: Path | None) -> dict[str, str]:
     """The versions of tools, and of the torch that peers are from."""
     found = {
         "llvm-mca": mca.version(mca.program()),
-        "GCC": run([trace.COMPILER, "-dumpfullversion"]).strip(),
-        "binutils": run([OBJDUMP, "--version"]).split("\n")[0].split()[-1],
+        "GCC": run_tool([trace.COMPILER, "-dumpfullversion"]).strip(),
+        "binutils": run_tool([OBJDUMP, "--version"]).split("\n")[0].split()[-1],
     }
     return found | ({"torch for 64-bit Arm": wheel.name.split("-")[1]} if wheel else {})
 

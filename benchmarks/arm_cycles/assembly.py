@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fastattention.errors import CompileError
+from harness import run_tool
 
 OBJDUMP = "aarch64-linux-gnu-objdump"
 NM = "aarch64-linux-gnu-nm"
@@ -71,20 +69,9 @@ class Instruction:
         return [f"{self.mnemonic} {operands}"]
 
 
-def run(command: Sequence[str], text: str | None = None) -> str:
-    """The output of a program. Raises CompileError with its error message."""
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise CompileError(f"{command[0]} is not installed") from error
-    if done.returncode != 0:
-        raise CompileError(f"{' '.join(command[:3])} ... fails: {done.stderr.strip()[:2000]}")
-    return done.stdout
-
-
 def symbols(path: Path) -> dict[str, tuple[int, int]]:
     """Names of functions, demangled and without arguments, with their first address and that of the next function."""
-    lines = [line.split(" ", 2) for line in run([NM, "--demangle", str(path)]).splitlines()]
+    lines = [line.split(" ", 2) for line in run_tool([NM, "--demangle", str(path)]).splitlines()]
     found = sorted((int(line[0], 16), line[2]) for line in lines if line[0] and line[1] in "tTwW")
     starts = sorted({address for address, _ in found})
     ends = dict(zip(starts, [*starts[1:], starts[-1] + (1 << 16)], strict=True))
@@ -95,7 +82,7 @@ def disassemble(path: Path, first: int, end: int) -> list[Instruction]:
     """The instructions from address `first` to `end`."""
     limits = [f"--start-address={first}", f"--stop-address={end}"]
     found = []
-    for line in run([OBJDUMP, "--disassemble", "--no-show-raw-insn", *limits, str(path)]).splitlines():
+    for line in run_tool([OBJDUMP, "--disassemble", "--no-show-raw-insn", *limits, str(path)]).splitlines():
         if match := _LINE.match(line):
             found.append(Instruction(int(match[1], 16), match[2], match[3].partition("//")[0].strip()))
     return found

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from harness import run_tool
+
 from fastattention.errors import CompileError
 
-from .assembly import Instruction, run
+from .assembly import Instruction
 
 _VERSIONS = range(15, 31)
 _ITERATIONS = 100, 300  # the difference is the pace of a loop that has begun
@@ -54,7 +56,7 @@ def program() -> str:
 @cache
 def version(path: str) -> str:
     """Its version, as in "22.1.8"."""
-    found = re.search(r"version (\d+[\d.]*)", run([path, "--version"]))
+    found = re.search(r"version (\d+[\d.]*)", run_tool([path, "--version"]))
     return found[1] if found else "0"
 
 
@@ -110,4 +112,4 @@ def _text(code: Sequence[Instruction]) -> str:
 
 @cache  # instruction sets share loops
 def _run(text: str, processor: str, options: tuple[str, ...]) -> str:
-    return run([program(), "-mtriple=aarch64-linux-gnu", f"-mcpu={processor}", _EXTENSIONS, *options], text)
+    return run_tool([program(), "-mtriple=aarch64-linux-gnu", f"-mcpu={processor}", _EXTENSIONS, *options], text=text)

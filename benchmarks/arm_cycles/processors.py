@@ -23,4 +23,3 @@ PROCESSORS = (
     Processor("neoverse-v2", "Graviton4", 2.8, "neon_bf16", 0.8),
 )
 PORTABLE = "portable"  # the header without intrinsics, which every processor runs
-DECODE_REACH_GBPS = 20.0  # a core's, of a decode

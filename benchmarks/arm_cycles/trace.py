@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import run_tool
+
 from fastattention.errors import CompileError
 
-from .assembly import Instruction, disassemble, run, symbols
+from .assembly import Instruction, disassemble, symbols
 from .processors import PORTABLE
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +52,7 @@ class Call:
 
 
 def all_calls() -> Iterator[Call]:
-    """Those of the instruction set that has most."""
+    """Every call that an instruction set may have."""
     yield from (Call("product", dtype) for dtype in ("float32", "bfloat16", "int8"))
     yield from (Call("softmax", dtype) for dtype in ("float32", "bfloat16"))
     for dtype in _ELEMENT_BYTES:
@@ -62,7 +64,7 @@ def compile_set(isa: str, folder: Path) -> Path:
     """A program that makes all calls by an instruction set, with the build's flags. Raises CompileError."""
     options = ("SYSTEM_NAME=Linux", "SYSTEM_PROCESSOR=aarch64", "EXPORT_COMPILE_COMMANDS=ON", "BUILD_TYPE=Release")
     configure = ["cmake", "-S", str(ROOT), "-B", str(folder), f"-DCMAKE_CXX_COMPILER={COMPILER}"]
-    run([*configure, *(f"-DCMAKE_{option}" for option in options)])
+    run_tool([*configure, *(f"-DCMAKE_{option}" for option in options)])
     built = json.loads((folder / "compile_commands.json").read_text())
     commands = [shlex.split(one["command"]) for one in built if one["file"].endswith("/kernels.cpp")]
     by_name = {_defined(command, "FA_NAMESPACE"): command for command in commands}
@@ -81,7 +83,7 @@ def _compile(command: list[str], output: Path) -> Path:
     kernels = (ROOT / "fastattention/backends/cpu/kernels/kernels.cpp").read_text()
     calls = Path(__file__).with_name("calls.hpp").read_text()
     source.write_text(kernels.partition(_TABLE)[0] + "}\n" + calls)
-    run([*command[: command.index("-o")], "-w", "-static", "-o", str(output), str(source)])
+    run_tool([*command[: command.index("-o")], "-w", "-static", "-o", str(output), str(source)])
     return output
 
 
@@ -89,7 +91,7 @@ def trace(program: Path) -> dict[str, list[Instruction]]:
     """The instructions that each call of a program executes, by its name. Raises CompileError."""
     log = program.with_suffix(".log")
     emulate = [EMULATOR, "-cpu", "max", "-singlestep", "-d", "exec,nochain", "-D", str(log)]
-    run([*emulate, str(program)])
+    run_tool([*emulate, str(program)])
     executed = [int(address, 16) for address in _EXECUTED.findall(log.read_text())]
     known = symbols(program)
     first, end = min(executed), max(executed) + 4

@@ -21,6 +21,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import run_tool
+
 from fastattention.errors import CompileError
 
 from . import tools
@@ -196,7 +198,7 @@ def _fetch() -> None:
         if _LIBRARY not in wheel.namelist():
             raise CompileError(f"the wheel of {TORCH} that pip finds is not built for CUDA: it has no {_LIBRARY}")
         library = Path(wheel.extract(_LIBRARY, place))
-        tools.run([str(tools.cuobjdump()), "--extract-elf", "sm_70.cubin", str(library)], library.parent)
+        run_tool([str(tools.cuobjdump()), "--extract-elf", "sm_70.cubin", str(library)], library.parent)
         codes = [cubin.read_bytes() for cubin in library.parent.glob("*.cubin")]
     for file, wanted in _CUBINS.items():
         code = next((code for code in codes if wanted.kernel.encode() in code), None)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from harness import run_tool
 
 from fastattention import environment
 from fastattention.errors import CompileError
@@ -48,7 +49,7 @@ def cuobjdump() -> Path:
 
 def version(tool: Path) -> str:
     """The release that a tool belongs to, for example "12.8"."""
-    found = re.search(r"release (\d+\.\d+)", run([str(tool), "--version"]))
+    found = re.search(r"release (\d+\.\d+)", run_tool([str(tool), "--version"]))
     if found is None:
         raise CompileError(f"{tool} --version names no release")
     return found[1]
@@ -56,7 +57,7 @@ def version(tool: Path) -> str:
 
 def disassemble(cubin: Path) -> list[Function]:
     """The functions of a cubin, with their resource usage. Raises CompileError when it cannot be read."""
-    return parse(run([str(cuobjdump()), "-sass", "--dump-resource-usage", str(cubin)]))
+    return parse(run_tool([str(cuobjdump()), "-sass", "--dump-resource-usage", str(cubin)]))
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def downloaded(requirement: str) -> Iterator[zipfile.ZipFile]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:  # the system's temporary folder may be small
         options = ["--no-deps", "--only-binary=:all:", *_PLATFORM, "--progress-bar=off", "--quiet", "--dest", place]
-        run([sys.executable, "-m", "pip", "download", *options, requirement])
+        run_tool([sys.executable, "-m", "pip", "download", *options, requirement])
         (wheel,) = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             yield archive
@@ -79,11 +80,3 @@ def install(content: bytes, path: Path, mode: int = 0o644) -> None:
         file.write(content)
     Path(file.name).chmod(mode)
     Path(file.name).replace(path)
-
-
-def run(command: list[str], folder: Path | None = None) -> str:
-    """The output of a program, run in a folder. Raises CompileError with its error message when it fails."""
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise CompileError(f"{' '.join(command[:4])} ... fails: {result.stderr.strip() or result.stdout.strip()}")
-    return result.stdout

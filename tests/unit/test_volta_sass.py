@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from harness import run_tool
 from volta_model import backward, counts, flow, kernels, paths, peer, peer_backward, sass, tools
 from volta_model.launch import TileKind
 
@@ -422,7 +423,7 @@ def test_cubins_are_taken_out_of_one_wheel(tmp_path: Path, monkeypatch: pytest.M
     tools.cache_folder().mkdir(parents=True)
     monkeypatch.setattr(tools, "cuobjdump", lambda: Path("cuobjdump"))
     monkeypatch.setattr(tools, "downloaded", lambda requirement: zipfile.ZipFile(wheel))
-    monkeypatch.setattr(tools, "run", extract)
+    monkeypatch.setattr(peer, "run_tool", extract)
     peer._fetch()
     for file, cubin in peer._CUBINS.items():
         assert (peer._folder() / file).read_text() == f"code of {cubin.kernel}"
@@ -515,9 +516,9 @@ def test_disassembler_on_the_path_is_taken_unless_too_new_for_volta(
         assert found == installed
     else:
         assert found.parent.parent == tmp_path / "cache" / "fastattention-volta"
-        assert tools.run([str(found)]) == tools.run([str(found.with_name("nvdisasm"))]) == "fetched\n"
+        assert run_tool([str(found)]) == run_tool([str(found.with_name("nvdisasm"))]) == "fetched\n"
 
 
 def test_a_tool_that_fails_is_reported_with_its_complaint() -> None:
     with pytest.raises(CompileError, match=r"sh -c .* fails: no such cubin"):
-        tools.run(["sh", "-c", "echo no such cubin >&2; exit 1"])
+        run_tool(["sh", "-c", "echo no such cubin >&2; exit 1"])

@@ -44,6 +44,12 @@ using namespace fastattention;
 #endif
 #include "attention/prefill.hpp"
 #include "attention/panel_cache.hpp"
+#include "attention/backward_layout.hpp"
+#include "attention/backward_rows.hpp"
+#include "attention/score_gradients.hpp"
+#ifdef FA_HAS_AMX
+#include "attention/score_gradients_amx.hpp"
+#endif
 #include "attention/backward.hpp"
 #include "attention/decode_key_block.hpp"
 #include "attention/decode_dot.hpp"
@@ -55,6 +61,10 @@ using namespace fastattention;
 #include "attention/decode_bytes.hpp"
 #endif
 #include "attention/decode.hpp"
+#include "attention/latent_products.hpp"
+#ifdef FA_HAS_AMX
+#include "attention/latent_products_amx.hpp"
+#endif
 #include "attention/decode_latent.hpp"
 #include "attention/decode_merge.hpp"
 #include "attention/decode_panels.hpp"
@@ -167,9 +177,9 @@ static void prefill_tile_of(const Call& call, const HeadPanels& head, int64_t ti
     });
 }
 
-static int64_t decode_columns_of(const FaAttentionParams& params) {
+static int64_t split_stride_of(const FaAttentionParams& params) {
     if (params.panel_size > 0) return round_up(params.headdim_v, Vec::kWidth);
-    return with_dot(params, [&](auto dot) { return round_up(params.headdim_v, decltype(dot)::kColumnStep); });
+    return with_dot(params, [&](auto dot) { return split_stride<decltype(dot)>(params); });
 }
 
 static void decode_panel_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
@@ -189,11 +199,11 @@ static void decode_splits_of(const Call& call, const DecodeSplit* splits, int64_
 }
 
 static void decode_latent_of(const Call& call, const DecodeSplit& split, float* scratch) {
-    const int64_t columns = decode_columns_of(*call.params);
+    const int64_t stride = split_stride_of(*call.params);
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
         with_stored<typename Path::Element>(*call.params, [&](auto stored) {
-            decode_latent_split<decltype(stored), typename Path::Unit>(call, split, columns, scratch);
+            decode_latent_split<decltype(stored), typename Path::Unit>(call, split, stride, scratch);
         });
     });
 }
@@ -204,7 +214,7 @@ static int64_t latent_scratch_of(const FaAttentionParams& params) {
 
 static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride) {
     with_path(*call.params, [&](auto path) {
-        decode_merge<typename decltype(path)::Element>(call, splits, num_splits, stride, decode_columns_of(*call.params));
+        decode_merge<typename decltype(path)::Element>(call, splits, num_splits, stride, split_stride_of(*call.params));
     });
 }
 
@@ -273,7 +283,7 @@ const Kernels kernels = {
 #else
     Int8Dot::kNone,
 #endif
-    {panel_geometry_of, key_mean_of, pack_panel_of, prefill_tile_of, decode_columns_of, decode_splits_of, decode_latent_of,
+    {panel_geometry_of, key_mean_of, pack_panel_of, prefill_tile_of, split_stride_of, decode_splits_of, decode_latent_of,
      latent_scratch_of, decode_merge_of, append_token_of, backward_geometry_of, pack_rows_of, backward_chunk_of},
     {linear_of, linear_scratch_of},
     fma_loop,

@@ -135,12 +135,26 @@ static void accumulate_block(Dot, const KeyBlock<Element>& block, int64_t head, 
     accumulate_from<Element, Dot, kGroup, kChunks>(block, head, probabilities, units, acc_o, acc_stride, 0, headdim_v);
 }
 
+// Columns of a row of results.
+template <class Dot>
+FA_INLINE int64_t result_columns(const FaAttentionParams& p) {
+    return round_up(p.headdim_v, Dot::kColumnStep);
+}
+
+// Floats from one row of DecodeSplit::acc_o to the next. Many rows of a latent decode, whole powers of two apart, would evict
+// each other from the L1 cache.
+template <class Dot>
+FA_INLINE int64_t split_stride(const FaAttentionParams& p) {
+    const int64_t columns = result_columns<Dot>(p);
+    return values_in_keys(p) && columns > kUnpaddedColumns ? columns + kRowPadding : columns;
+}
+
 // Rows first_row ... first_row + kGroup - 1 of one split. Rows past the last repeat it, and their results are not kept.
 template <class Element, class Dot, int kGroup>
 class DecodeGroup {
 public:
     // Floats of queries and results that a group needs: at most kMaxSplitFloats a row for all heads of a task.
-    static int64_t memory_floats(const FaAttentionParams& p) { return kGroup * (query_stride(p) + acc_stride(p)); }
+    static int64_t memory_floats(const FaAttentionParams& p) { return kGroup * (query_stride(p) + result_columns<Dot>(p)); }
 
     // memory: memory_floats floats, aligned to 64 bytes.
     void start(const Call& call, const DecodeSplit& split, int64_t first_row, float* memory) {
@@ -149,7 +163,8 @@ public:
         sequence_ = &call.sequences[split.sequence];
         score_units_ = ScoreUnits::of(*call.params);
         query_stride_ = query_stride(*call.params);
-        acc_stride_ = acc_stride(*call.params);
+        acc_stride_ = result_columns<Dot>(*call.params);
+        split_stride_ = split_stride<Dot>(*call.params);
         queries_ = memory;
         acc_o_ = memory + kGroup * query_stride_;
         const int64_t last_row = call.rows(*sequence_) - 1;
@@ -206,7 +221,7 @@ public:
             float row_sum = 0.0f;
             for (int i = static_cast<int>(g); i < Vec::kWidth; i += kGroup) row_sum += lane_sums_[i];
             split_->row_sum[first_row + g] = row_sum;
-            float* to = split_->acc_o + (first_row + g) * acc_stride_;
+            float* to = split_->acc_o + (first_row + g) * split_stride_;
             const float* from = acc_o_ + g * acc_stride_;
             for (int64_t c = 0; c < acc_stride_; c += Dot::kChunk) Dot::restore_order(from + c, to + c);
         }
@@ -214,7 +229,6 @@ public:
 
 private:
     static int64_t query_stride(const FaAttentionParams& p) { return round_up(p.headdim, Dot::kChunk) / Dot::kKeysPerStep; }
-    static int64_t acc_stride(const FaAttentionParams& p) { return round_up(p.headdim_v, Dot::kColumnStep); }
 
     void load_row(int g) {
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
@@ -298,7 +312,7 @@ private:
     const DecodeSplit* split_;
     const Sequence* sequence_;
     ScoreUnits score_units_;
-    int64_t query_stride_, acc_stride_;
+    int64_t query_stride_, acc_stride_, split_stride_;
     QueryRow rows_[kGroup];
     float row_max_[kGroup];
     // Per lane, where lane i belongs to row i % kGroup: the maxima, what weights are relative to, and sums of weights.

@@ -19,9 +19,8 @@ static constexpr int64_t kLongRow = 1024;
 static constexpr int64_t kTurnKeys = 16, kQuantizedTurnKeys = 64;
 
 // Addresses of the rows of one block and of rows to prefetch. After the last key they repeat it. Short blocks share a table.
-template <class Element>
+template <class Element, int64_t kTable = kBlockKeys + kAheadKeys>
 struct KeyBlockRows {
-    static constexpr int64_t kTable = kBlockKeys + kAheadKeys;
     char* table[kTable];
     int64_t table_begin = 0, table_end = 0;  // keys
     char* const* addresses;

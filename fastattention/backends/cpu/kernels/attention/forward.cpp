@@ -136,13 +136,13 @@ private:
     bool decode() {
         choose_splits();
         if (splits_.empty()) return true;
-        const int64_t columns = kernels_.decode_columns(p_);
+        const int64_t stride = kernels_.split_stride(p_);
         int64_t floats = 0;
         auto rows_of = [&](const DecodeSplit& split) {
             const Sequence& s = sequences_[split.sequence];
             return is_latent(s) ? divide_up(call_.rows(s), kLatentRowStep) * kLatentRowStep : call_.rows(s);
         };
-        for (const DecodeSplit& split : splits_) floats += rows_of(split) * (columns + 2);
+        for (const DecodeSplit& split : splits_) floats += rows_of(split) * (stride + 2);
         // Each thread gets whole cache lines.
         const int64_t scratch = values_in_keys(p_) ? divide_up(kernels_.latent_scratch(p_), 16) * 16 : 0;
         Arena arena((scratch * num_threads_ + floats) * sizeof(float));
@@ -152,7 +152,7 @@ private:
         for (DecodeSplit& split : splits_) {
             const int64_t rows = rows_of(split);
             split.acc_o = at;
-            split.row_max = split.acc_o + rows * columns;
+            split.row_max = split.acc_o + rows * stride;
             split.row_sum = split.row_max + rows;
             at = split.row_sum + rows;
         }

@@ -178,7 +178,7 @@ struct DecodeSplit {
     int64_t key_begin, key_end;
     float* row_max;  // (rows), padded to a multiple of kLatentRowStep in a latent decode
     float* row_sum;  // (rows)
-    float* acc_o;    // (rows, headdim_v padded to the vector width)
+    float* acc_o;    // (rows, split_stride)
 };
 
 // Sizes of a backward for a dtype and head dimension. A tile of rows is multiplied with a chunk of keys.
@@ -218,7 +218,7 @@ struct AttentionKernels {
     void (*pack_panel)(const Call& call, const HeadPanels& head, int64_t panel);
     void (*prefill_tile)(const Call& call, const HeadPanels& head, int64_t tile, float* scratch);
 
-    int64_t (*decode_columns)(const FaAttentionParams& params);  // row length of DecodeSplit::acc_o
+    int64_t (*split_stride)(const FaAttentionParams& params);  // from one row of DecodeSplit::acc_o to the next
     // splits: the same keys of num_heads consecutive heads.
     void (*decode_splits)(const Call& call, const DecodeSplit* splits, int64_t num_heads);
     // Decodes one split of a head whose values are in its keys, for many rows, with latent_scratch floats of working memory.

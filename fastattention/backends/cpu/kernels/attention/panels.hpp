@@ -93,12 +93,12 @@ FA_INLINE void pack_scales(const Call& call, const HeadPanels& head, int64_t fir
 // from a cache where they are 4 KB apart, they would evict each other.
 static constexpr int64_t kBlockStride = kMaxHeaddim + kRowPadding;
 
-// units: units per key, padded with zeros to whole vectors.
-FA_INLINE void transpose_keys(float* block, float* panel, int64_t units) {
+// units: units per key, padded with zeros to whole vectors. stride: from one unit of the panel to the next.
+FA_INLINE void transpose_keys(float* block, float* panel, int64_t units, int64_t stride = kPanel) {
     for (int64_t u = 0; u < units; u += Vec::kWidth) {
         transpose_square(block + u, kBlockStride);
         for (int64_t i = 0; i < smaller(Vec::kWidth, units - u); ++i)
-            store(panel + (u + i) * kPanel, load(block + i * kBlockStride + u));
+            store(panel + (u + i) * stride, load(block + i * kBlockStride + u));
     }
 }
 

@@ -33,6 +33,10 @@ struct VectorUnit {
     FA_INLINE Vec start(const void*, int64_t) { return zero(); }
 };
 
+// Whether a product of two tiles is one instruction, which is kept in registers until it is stored.
+template <class Unit>
+constexpr bool kMultipliesTiles = false;
+
 // Elements that are multiplied as floats.
 template <class Element>
 struct WideUnit : VectorUnit {

@@ -29,6 +29,8 @@ struct AmxUnit {
 };
 using AmxPair = AmxUnit<2>;
 using AmxQuad = AmxUnit<4>;
+template <int kElements>
+constexpr bool kMultipliesTiles<AmxUnit<kElements>> = true;
 
 // Tile c += tile a times tile b. The instructions take register numbers as literals, which only a macro can pass on.
 #define FA_TILE_DOT(c, a, b)                                   \
@@ -108,28 +110,28 @@ FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, in
     store_tiles<kTwoRows, kTwoColumns>(c, c_stride);
 }
 
-template <class Unit, bool kTwoColumns, bool kAccumulate, class Fetch>
-FA_INLINE void multiply_amx_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-                                 int64_t c_stride, int64_t rows, Fetch ahead) {
-    int64_t i = 0;
-    for (; i + 2 * kAmxTile <= rows; i += 2 * kAmxTile)
-        multiply_amx<Unit, true, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
-                                                           c_stride, ahead);
-    if (i < rows)
-        multiply_amx<Unit, false, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
-                                                            c_stride, ahead);
+template <class Unit, bool kTwoRows, bool kAccumulate, class Fetch>
+FA_INLINE void multiply_amx_columns(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
+                                    float* c, int64_t c_stride, int64_t columns, Fetch ahead) {
+    int64_t j = 0;
+    for (; j + 2 * kAmxTile <= columns; j += 2 * kAmxTile)
+        multiply_amx<Unit, kTwoRows, true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
+    if (j < columns)
+        multiply_amx<Unit, kTwoRows, false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
 }
 
+// Rows come one pair of tiles after the other, which the L1 cache keeps for all columns.
 template <bool kAccumulate, int kElements, class Fetch = FetchNothing>
 static void multiply_panel(AmxUnit<kElements>, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                            int64_t depth, float* c, int64_t c_stride, int64_t rows, int64_t columns, Fetch ahead = {}) {
-    int64_t j = 0;
-    for (; j + 2 * kAmxTile <= columns; j += 2 * kAmxTile)
-        multiply_amx_rows<AmxUnit<kElements>, true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows,
-                                                                 ahead);
-    if (j < columns)
-        multiply_amx_rows<AmxUnit<kElements>, false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows,
-                                                                  ahead);
+    using Unit = AmxUnit<kElements>;
+    int64_t i = 0;
+    for (; i + 2 * kAmxTile <= rows; i += 2 * kAmxTile)
+        multiply_amx_columns<Unit, true, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                      c_stride, columns, ahead);
+    if (i < rows)
+        multiply_amx_columns<Unit, false, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                       c_stride, columns, ahead);
 }
 
 #undef FA_TILE_DOT

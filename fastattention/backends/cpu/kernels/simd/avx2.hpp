@@ -174,9 +174,10 @@ FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
 // Vectors of integers, kept as bits in a Vec: eight of 32 bits, or eight quads of four 8-bit integers.
 #define FA_HAS_QUADS
 FA_INLINE Vec integers_to_floats(Vec a) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(a.v))}; }
+// Added to the elements of a quad that are multiplied as unsigned ones.
+static constexpr int kQuadOffset = 128;
 // acc + the four products of each quad, where a is unsigned and b is signed. Only for processors with AVX-VNNI. In
 // assembler, because the intrinsic is not inlined into functions that are compiled for processors without it.
-static constexpr int kQuadOffset = 128;
 FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.v) : "x"(a.v), "x"(b.v));
     return acc;

@@ -211,9 +211,10 @@ FA_INLINE Vec dot_words(Vec acc, Vec a, Vec b) {
     return from_integers(_mm512_add_epi32(to_integers(acc), _mm512_madd_epi16(to_integers(a), to_integers(b))));
 #endif
 }
+// Added to the elements of a quad that are multiplied as unsigned ones.
+static constexpr int kQuadOffset = 128;
 // acc + the four products of each quad, where a is unsigned and b is signed. Only for processors with AVX512_VNNI. In
 // assembler, because the intrinsic is not inlined into functions that are compiled for processors without it.
-static constexpr int kQuadOffset = 128;
 FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));
     return acc;

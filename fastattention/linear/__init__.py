@@ -1,17 +1,26 @@
-"""Linear attention: gated linear attention (GLA) and the gated delta rule, exact, on any device.
+"""Linear attention: gated linear attention (GLA), the gated delta rule and Kimi delta attention (KDA), on any device.
 
-chunk_gla, chunk_gated_delta_rule          chunks of tokens, for prompts and training
-recurrent_gla, recurrent_gated_delta_rule  token by token, for decoding
+chunk_gla, chunk_gated_delta_rule, chunk_kda              chunks of tokens, for prompts and training
+recurrent_gla, recurrent_gated_delta_rule, recurrent_kda  token by token, for decoding
 
-interface.py defines the arguments, validation.py checks them, operator.py declares the operator, backend.py lists the
-backends, and reference.py defines the results.
+interface.py defines the arguments, gates.py functions of gates, validation.py checks them, operator.py declares the
+operator, backend.py lists the backends, and reference.py defines the results.
 """
 
 from fastattention.linear.interface import (
     chunk_gated_delta_rule,
     chunk_gla,
+    chunk_kda,
     recurrent_gated_delta_rule,
     recurrent_gla,
+    recurrent_kda,
 )
 
-__all__ = ["chunk_gated_delta_rule", "chunk_gla", "recurrent_gated_delta_rule", "recurrent_gla"]
+__all__ = [
+    "chunk_gated_delta_rule",
+    "chunk_gla",
+    "chunk_kda",
+    "recurrent_gated_delta_rule",
+    "recurrent_gla",
+    "recurrent_kda",
+]

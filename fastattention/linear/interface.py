@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-import torch
 from torch import Tensor
 
 from fastattention.engine.checks import read_flag, require_tensor
-from fastattention.engine.kinds import check_readable
 from fastattention.engine.operator import Request, serves_requests
-from fastattention.errors import ArgumentError
+from fastattention.linear.gates import beta_of, kda_gate_of
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs, LinearOutput
-from fastattention.linear.validation import LinearOptions, check_gate_dtype, check_values_first, read_linear_options
+from fastattention.linear.validation import LinearOptions, check_values_first, read_linear_options
 
 Arguments = ParamSpec("Arguments")
 
@@ -122,7 +120,7 @@ def chunk_gated_delta_rule(
     Returns (out, final_state) and raises as `chunk_gla`.
     """
     given = LinearInputs(
-        q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
+        q, k, v, g, beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
     )
     options = read_linear_options("gated_delta_rule", True, scale, use_qk_l2norm_in_kernel, output_final_state)
     return _request(given, options, state_v_first, backend)
@@ -151,28 +149,88 @@ def recurrent_gated_delta_rule(
     Each state is read and written once, however many tokens there are.
     """
     given = LinearInputs(
-        q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
+        q, k, v, g, beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
     )
     options = read_linear_options("gated_delta_rule", False, scale, use_qk_l2norm_in_kernel, output_final_state)
     return _request(given, options, state_v_first, backend)
 
 
-def _beta(beta: Tensor, before_sigmoid: object, doubled: object) -> Tensor:
-    if before_sigmoid is False and doubled is False:
-        return beta
-    doubled = read_flag("allow_neg_eigval", doubled)
-    if not read_flag("use_beta_sigmoid_in_kernel", before_sigmoid):
-        if doubled:
-            raise ArgumentError("allow_neg_eigval takes use_beta_sigmoid_in_kernel=True; else give beta doubled")
-        return beta
-    require_tensor("beta", beta)
-    check_gate_dtype("beta", beta)
-    try:
-        beta = torch.sigmoid(beta.float())
-    except RuntimeError:
-        check_readable({"beta": beta})
-        raise
-    return 2.0 * beta if doubled else beta
+@linear_function
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    *,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,  # noqa: N803, as in flash-linear-attention
+    dt_bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Kimi delta attention (KDA), in chunks of tokens: for prompts and training.
+
+    The gated delta rule with a gate for every key dimension. For every token t and head, in float32, S being the state:
+
+        S = diag(exp(g_t)) S,  S = S + k_t (beta_t (v_t - S^T k_t))^T,  out_t = scale * S^T q_t
+
+    The arguments that are not listed are those of `chunk_gated_delta_rule`.
+
+    - `g`: logarithms of the gates, at most 0: (batch_size, seqlen, nheads, headdim_k), any of the three dtypes
+    - `use_gate_in_kernel`: g is given before its gate function, -exp(A_log) softplus(g + dt_bias), in float32
+    - `lower_bound`: the function is lower_bound * sigmoid(exp(A_log) (g + dt_bias)) instead; negative, -5 in models
+    - `A_log`: (nheads,); may be None with lower_bound, which stands for zeros
+    - `dt_bias`: (nheads * headdim_k,) or (nheads, headdim_k); None means zeros
+
+    Returns (out, final_state) and raises as `chunk_gla`.
+    """
+    g = kda_gate_of(g, q, v, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    beta = beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    given = LinearInputs(q, k, v, g, beta, initial_state, cu_seqlens)
+    options = read_linear_options("kda", True, scale, use_qk_l2norm_in_kernel, output_final_state)
+    return _request(given, options, state_v_first, backend)
+
+
+@linear_function
+def recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    *,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,  # noqa: N803, as in flash-linear-attention
+    dt_bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Kimi delta attention token by token: for decoding. Arguments and results are those of `chunk_kda`.
+
+    Each state is read and written once, however many tokens there are.
+    """
+    g = kda_gate_of(g, q, v, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    beta = beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    given = LinearInputs(q, k, v, g, beta, initial_state, cu_seqlens)
+    options = read_linear_options("kda", False, scale, use_qk_l2norm_in_kernel, output_final_state)
+    return _request(given, options, state_v_first, backend)
 
 
 def _request(given: LinearInputs, options: LinearOptions, state_v_first: object, backend: str) -> Request:

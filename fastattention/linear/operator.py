@@ -15,7 +15,7 @@ from fastattention.linear.validation import LinearOptions, as_backends_read, che
 
 
 class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, LinearInputs, LinearOutput, LinearBackend]):
-    """Both rules, in chunks and token by token. Gradients come from operations of torch."""
+    """Every rule, in chunks and token by token. Gradients come from operations of torch."""
 
     name = "linear_attention"
     registry = LINEAR_BACKENDS

@@ -12,13 +12,15 @@ from torch import Tensor
 class Rule(NamedTuple):
     """What a rule of linear attention takes beside q, k and v. Public functions name it."""
 
-    key_gates: bool  # whether g may hold a gate for every key dimension, in place of one a head
+    head_gates: bool  # whether g may hold one gate a head
+    key_gates: bool  # whether g may hold a gate for every key dimension
     has_beta: bool
 
 
 RULES = {
-    "gla": Rule(key_gates=True, has_beta=False),
-    "gated_delta_rule": Rule(key_gates=False, has_beta=True),
+    "gla": Rule(head_gates=True, key_gates=True, has_beta=False),
+    "gated_delta_rule": Rule(head_gates=True, key_gates=False, has_beta=True),
+    "kda": Rule(head_gates=False, key_gates=True, has_beta=True),
 }
 
 
@@ -31,7 +33,7 @@ class LinearProblem:
         q, k           (batch_size, seqlen, nheads_k, headdim_k)
         v, out         (batch_size, seqlen, nheads, headdim_v)
         g              (batch_size, seqlen, nheads, headdim_k) when gate_per_key, else (batch_size, seqlen, nheads)
-        beta           (batch_size, seqlen, nheads) of the delta rule
+        beta           (batch_size, seqlen, nheads) of delta rules
         states         (num_sequences, nheads, headdim_k, headdim_v), float32
         cu_seqlens     (num_sequences + 1,), int32; then batch_size is 1 and seqlen counts the tokens of all sequences
 

@@ -5,9 +5,11 @@ asked for:
 
     gated linear attention      S = diag(a) S + k v^T
     gated delta rule            S = a S;  S = S + k (beta (v - S^T k))^T
-    both                        out = S^T (scale q)
+    Kimi delta attention        S = diag(a) S;  S = S + k (beta (v - S^T k))^T
+    all                         out = S^T (scale q)
 
-GLA: https://arxiv.org/abs/2312.06635, equation 4. Gated delta rule: https://arxiv.org/abs/2412.06464, equation 10.
+GLA: https://arxiv.org/abs/2312.06635, equation 4. Gated delta rule: https://arxiv.org/abs/2412.06464, equation 10. Kimi
+delta attention (KDA): https://arxiv.org/abs/2510.26692, equation 1.
 """
 
 from __future__ import annotations

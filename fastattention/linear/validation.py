@@ -159,6 +159,8 @@ def _check_gates(given: LinearInputs, q: TensorSpec, v: TensorSpec, rule: Rule) 
     gate_per_key = len(g.shape) == 4
     if not rule.key_gates:
         check_shape("g", g, per_head, "batch_size, seqlen, nheads")
+    elif not rule.head_gates:
+        check_shape("g", g, per_key, "batch_size, seqlen, nheads, headdim_k")
     elif tuple(g.shape) not in (per_head, per_key):
         raise ArgumentError(
             f"g must be (batch_size, seqlen, nheads, headdim_k) = {per_key} or, for a gate of whole heads, "

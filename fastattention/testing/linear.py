@@ -22,7 +22,8 @@ from fastattention.testing.oracle import Expected, Results, error_of, largest
 class LinearCase:
     """One call. seqlens: of the sequences of a varlen call; otherwise there are `batch_size` of `seqlen` tokens."""
 
-    rule: str = "delta"  # "delta", "head" (GLA with a gate a head) or "key" (GLA with a gate for every key dimension)
+    # "delta", "head" (GLA with a gate a head), "key" (GLA with a gate for every key dimension) or "kda"
+    rule: str = "delta"
     batch_size: int = 1
     seqlen: int = 100
     seqlens: tuple[int, ...] | None = None
@@ -32,7 +33,7 @@ class LinearCase:
     headdim_v: int = 64
     gates: float = 1.0  # times the logarithms of sigmoids
     scale: float | None = None
-    l2norm: bool = True  # of the delta rule: without, its states grow without bound
+    l2norm: bool = True  # of delta rules: without, its states grow without bound
     initial_state: bool = False
     returns_state: bool = True
     gate_dtype: torch.dtype | None = torch.float32  # None: that of q
@@ -58,9 +59,13 @@ class LinearCase:
 
     def options(self, chunked: bool) -> LinearOptions:
         """The scalars of the call."""
-        delta = self.rule == "delta"
-        rule = "gated_delta_rule" if delta else "gla"
-        return LinearOptions(rule, chunked, self.scale, delta and self.l2norm, self.returns_state)
+        rule = {"delta": "gated_delta_rule", "kda": "kda"}.get(self.rule, "gla")
+        return LinearOptions(rule, chunked, self.scale, self.has_beta and self.l2norm, self.returns_state)
+
+    @property
+    def has_beta(self) -> bool:
+        """Whether the rule is a delta rule."""
+        return self.rule in ("delta", "kda")
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> LinearInputs:
         """Random tensors, the same on every device."""
@@ -73,13 +78,13 @@ class LinearCase:
         sequences = batch_size if self.seqlens is None else len(self.seqlens)
         q, k = (normal(batch_size, seqlen, self.nheads_k, self.headdim_k) for _ in range(2))
         v = normal(batch_size, seqlen, self.nheads, self.headdim_v)
-        if not (self.rule == "delta" and self.l2norm):
+        if not (self.has_beta and self.l2norm):
             k = functional.normalize(k, dim=-1)
-        last = (self.headdim_k,) if self.rule == "key" else ()
+        last = (self.headdim_k,) if self.rule in ("key", "kda") else ()
         g = self.gates * functional.logsigmoid(normal(batch_size, seqlen, self.nheads, *last))
         gate_dtype = self.gate_dtype or dtype
         beta = None
-        if self.rule == "delta":
+        if self.has_beta:
             shape = (batch_size, seqlen, self.nheads)
             beta = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
         state = normal(sequences, self.nheads, self.headdim_k, self.headdim_v) if self.initial_state else None
@@ -142,17 +147,17 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
             between = sums_between(gates.unsqueeze(0))[0].exp()  # (nheads, tokens, tokens, headdim_k or 1)
             since = gates.cumsum(dim=1).exp()
             state, update = rounded(states[sequence]), values
+            between = between.expand(*between.shape[:3], keys.shape[-1])
+            held = rounded(keys * since) @ state if problem.gate_per_key else since * (keys @ state)
             if beta is not None:
                 learned = beta[batch, part].transpose(0, 1)
-                system = learned * ((keys @ keys.mT) * between[..., 0]).tril(-1)
-                right = learned * (values - since * (keys @ state))
+                system = learned * torch.einsum("hid,hjd,hijd->hij", keys, keys, between).tril(-1)
+                right = learned * (values - held)
                 update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-            scores = torch.einsum(
-                "hid,hjd,hijd->hij", queries, keys, between.expand(*between.shape[:3], keys.shape[-1])
-            )
+            scores = torch.einsum("hid,hjd,hijd->hij", queries, keys, between)
             result = rounded(queries * since) @ state + rounded(scores) @ rounded(update)
             out[batch, part] = result.transpose(0, 1).to(problem.dtype)
             carried = rounded(keys * between[:, -1]) if problem.gate_per_key else keys
-            update = update if problem.gate_per_key else update * between[:, -1]
+            update = update if problem.gate_per_key else update * between[:, -1, :, :1]
             states[sequence] = since[:, -1].unsqueeze(-1) * states[sequence] + carried.mT @ rounded(update)
     return LinearOutput(out, states if problem.returns_state else None)

@@ -11,7 +11,7 @@ import emulator
 import pytest
 import torch
 from emulator import Range, Report, Wavefronts
-from linear.cases import CASES
+from linear.cases import GPU_CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
 from torch import Tensor
@@ -96,7 +96,7 @@ def new_memory_holds_nan() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        names = {case: name for name, case in CASES.items()}
+        names = {case: name for name, case in GPU_CASES.items()}
         every_run = itertools.product(names, LIMITS, [torch.float16, torch.bfloat16])
         runs = covering(tier_of(metafunc.config), every_run)
         ids = ["-".join((names[case], chip, str(dtype).removeprefix("torch."))) for case, chip, dtype in runs]
@@ -117,7 +117,7 @@ def sliced(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 def test_strides_and_addresses_may_be_odd(rule: str) -> None:
-    case = CASES[f"{rule}-plain"]
+    case = GPU_CASES[f"{rule}-plain"]
     problem, inputs = prepare(case.tensors(torch.float16), case.options(chunked=True))
     engine = EmulatedChunks(LIMITS["cuda-sm80"])
     aligned = engine.run(problem, inputs)
@@ -128,7 +128,7 @@ def test_strides_and_addresses_may_be_odd(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 def test_order_of_ctas_and_warps_changes_nothing(rule: str) -> None:
-    case = replace(CASES[f"{rule}-varlen"], headdim_v=128)
+    case = replace(GPU_CASES[f"{rule}-varlen"], headdim_v=128)
     problem, inputs = prepare(case.tensors(torch.float16), case.options(chunked=True))
     engine = EmulatedChunks(LIMITS["cuda-sm80"])
     first = engine.run(problem, inputs)
@@ -254,7 +254,7 @@ def test_kernels_fit_every_chip(chip: str, rule: str) -> None:
 
 def test_bfloat16_beyond_float16_is_refused_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests code paths that compute in float16."""
-    case = CASES["delta-plain"]
+    case = GPU_CASES["delta-plain"]
     problem, inputs = prepare(case.tensors(torch.bfloat16), case.options(chunked=True))
     inputs.v[0, 3] = 1e6
     monkeypatch.setenv("FASTATTENTION_CHECK_RANGE", "1")

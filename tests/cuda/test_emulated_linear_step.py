@@ -10,7 +10,7 @@ import emulator
 import pytest
 import torch
 from emulated_linear import EmulatedLinear, guarded
-from linear.cases import CASES
+from linear.cases import GPU_CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
 
@@ -36,13 +36,13 @@ class Run(NamedTuple):
         return f"{self.case}-{self.tiles}-{str(self.dtype).removeprefix('torch.')}"
 
 
-RUNS = [Run(*each) for each in itertools.product(CASES, SMS, DTYPES)]
+RUNS = [Run(*each) for each in itertools.product(GPU_CASES, SMS, DTYPES)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
         runs = covering(
-            tier_of(metafunc.config), RUNS, parameters=lambda run: {**run._asdict(), "case": CASES[run.case]}
+            tier_of(metafunc.config), RUNS, parameters=lambda run: {**run._asdict(), "case": GPU_CASES[run.case]}
         )
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
@@ -63,12 +63,12 @@ def assert_equal(one: LinearOutput, other: LinearOutput) -> None:
 
 
 def test_results_are_right(run: Run) -> None:
-    problem, inputs = prepared(CASES[run.case], run.dtype)
+    problem, inputs = prepared(GPU_CASES[run.case], run.dtype)
     check(problem, inputs, attend(problem, inputs, run.tiles))
 
 
 def test_the_list_runs_every_kernel() -> None:
-    problems = [(prepared(CASES[run.case], run.dtype)[0], SMS[run.tiles]) for run in RUNS]
+    problems = [(prepared(GPU_CASES[run.case], run.dtype)[0], SMS[run.tiles]) for run in RUNS]
     assert {choose_step(problem, num_sms) for problem, num_sms in problems} == set(step_variants())
 
 
@@ -121,7 +121,7 @@ def test_a_gate_of_minus_infinity_forgets_what_was_before(rule: str) -> None:
 
 
 def test_results_do_not_depend_on_the_order_of_ctas_and_warps() -> None:
-    problem, inputs = prepared(replace(CASES["delta-varlen"], headdim_k=128), torch.float16)
+    problem, inputs = prepared(replace(GPU_CASES["delta-varlen"], headdim_k=128), torch.float16)
     result = attend(problem, inputs)
     for seed in (1, 2):
         with emulator.shuffled(seed):
@@ -129,14 +129,14 @@ def test_results_do_not_depend_on_the_order_of_ctas_and_warps() -> None:
 
 
 def test_inputs_are_left_as_they_are() -> None:
-    problem, inputs = prepared(CASES["delta-grouped"], torch.float16)
+    problem, inputs = prepared(GPU_CASES["delta-grouped"], torch.float16)
     before = [None if x is None else x.clone() for x in inputs]
     attend(problem, inputs)
     assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
 def test_a_plan_serves_other_numbers_at_other_addresses() -> None:
-    case = CASES["delta-one-token"]
+    case = GPU_CASES["delta-one-token"]
     problem, inputs = prepared(case, torch.float16)
     call = EmulatedLinear(num_sms=1).make_call(problem, inputs)
     for _ in range(2):
@@ -210,7 +210,7 @@ def test_tiles_follow_from_states_and_the_gpu(
     ids=["gradients", "rule", "chunks", "device", "states"],
 )
 def test_a_refusal_says_why(change: dict[str, Any], reason: str) -> None:
-    problem, _ = prepared(CASES["delta-plain"], torch.float16)
+    problem, _ = prepared(GPU_CASES["delta-plain"], torch.float16)
     backend = EmulatedLinear(num_sms=1)
     assert backend.why_not(problem) is None
     refusal = backend.why_not(replace(problem, **change))

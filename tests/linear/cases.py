@@ -27,10 +27,15 @@ def _every_rule() -> dict[str, LinearCase]:
         "gates-in-dtype": LinearCase(seqlen=80, gate_dtype=None),
     }
     return {
-        f"{rule}-{name}": replace(case, rule=rule) for rule in ("delta", "head", "key") for name, case in base.items()
+        f"{rule}-{name}": replace(case, rule=rule)
+        for rule in ("delta", "head", "key", "kda")
+        for name, case in base.items()
     }
 
 
 CASES = _every_rule() | {
     "delta-no-l2norm": LinearCase(l2norm=False, initial_state=True),
 }
+
+# What kernels for GPUs serve.
+GPU_CASES = {name: case for name, case in CASES.items() if case.rule != "kda"}

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from fastattention import ArgumentError, UnsupportedError, explain
-from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
+from fastattention.linear import (
+    chunk_gated_delta_rule,
+    chunk_gla,
+    chunk_kda,
+    recurrent_gated_delta_rule,
+    recurrent_gla,
+    recurrent_kda,
+)
 
 Q = torch.zeros(2, 5, 2, 8)
 V = torch.zeros(2, 5, 4, 16)
@@ -89,6 +96,47 @@ def test_an_error_names_the_argument(name: str, function: Any) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(ArgumentError, match=message):
         function(**{"q": Q, "k": Q, "v": V, "g": G, "beta": G} | changes)
+
+
+KEY_GATES = torch.zeros(2, 5, 4, 8)
+REFUSED_BY_KDA: dict[str, tuple[dict[str, Any], str]] = {
+    "g-of-heads": (
+        {"g": G},
+        r"g must be \(batch_size, seqlen, nheads, headdim_k\) = \(2, 5, 4, 8\), got shape \(2, 5, 4\)",
+    ),
+    "beta": ({"beta": None}, r"beta must be a torch.Tensor, got NoneType"),
+    "rate-alone": ({"A_log": torch.zeros(4)}, r"A_log, dt_bias and lower_bound take use_gate_in_kernel=True"),
+    "flag": ({"use_gate_in_kernel": 1.5}, r"use_gate_in_kernel must be True or False, got 1.5"),
+    "no-rate": (
+        {"use_gate_in_kernel": True},
+        r"A_log must be a torch.Tensor \(nheads,\) without lower_bound, got None",
+    ),
+    "rate-shape": (
+        {"use_gate_in_kernel": True, "A_log": torch.zeros(2)},
+        r"A_log must be \(nheads,\) = \(4,\), or flat, got shape \(2,\)",
+    ),
+    "bias-shape": (
+        {"use_gate_in_kernel": True, "lower_bound": -5.0, "dt_bias": torch.zeros(8)},
+        r"dt_bias must be \(nheads, headdim_k\) = \(4, 8\), or flat, got shape \(8,\)",
+    ),
+    "bias-dtype": (
+        {"use_gate_in_kernel": True, "lower_bound": -5.0, "dt_bias": torch.zeros(32).double()},
+        r"dt_bias must be float32, float16 or bfloat16, got torch.float64",
+    ),
+    "bound": ({"use_gate_in_kernel": True, "lower_bound": 5.0}, r"lower_bound=5.0 must be negative and finite"),
+    "raw-g-shape": (
+        {"use_gate_in_kernel": True, "lower_bound": -5.0, "g": G},
+        r"g must be .* = \(2, 5, 4, 8\), got shape \(2, 5, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", [chunk_kda, recurrent_kda])
+@pytest.mark.parametrize("name", REFUSED_BY_KDA)
+def test_an_error_of_kda_names_the_argument(name: str, function: Any) -> None:
+    changes, message = REFUSED_BY_KDA[name]
+    with pytest.raises(ArgumentError, match=message):
+        function(**{"q": Q, "k": Q, "v": V, "g": KEY_GATES, "beta": G} | changes)
 
 
 @pytest.mark.parametrize("function", [chunk_gla, recurrent_gla])

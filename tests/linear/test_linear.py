@@ -12,7 +12,15 @@ from torch.testing import assert_close
 
 from fastattention.backends.torch.linear import linear_attention
 from fastattention.engine import torch_ops
-from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla, reference
+from fastattention.linear import (
+    chunk_gated_delta_rule,
+    chunk_gla,
+    chunk_kda,
+    recurrent_gated_delta_rule,
+    recurrent_gla,
+    recurrent_kda,
+    reference,
+)
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs
@@ -41,7 +49,7 @@ def test_linear_attention_is_right(backend: str, case: LinearCase, chunked: bool
     check(problem, inputs, engine.make_call(problem, inputs)(inputs))
 
 
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 def test_chunks_of_torch_are_the_recurrence(rule: str) -> None:
     """The comparison is in float64, without rounding errors."""
     case = LinearCase(rule=rule, seqlen=150, initial_state=True, nheads=4)
@@ -61,7 +69,10 @@ def call(inputs: LinearInputs, chunked: bool, backend: str, **arguments: object)
         function = chunk_gla if chunked else recurrent_gla
         out, state = function(*inputs[:4], initial_state=inputs.initial_state, **arguments)  # type: ignore[arg-type]
     else:
-        delta = chunk_gated_delta_rule if chunked else recurrent_gated_delta_rule
+        chunks, tokens = (
+            (chunk_kda, recurrent_kda) if inputs.g.dim() == 4 else (chunk_gated_delta_rule, recurrent_gated_delta_rule)
+        )
+        delta = chunks if chunked else tokens
         out, state = delta(*inputs[:5], initial_state=inputs.initial_state, use_qk_l2norm_in_kernel=True, **arguments)  # type: ignore[arg-type]
     assert state is not None
     return out, state
@@ -75,7 +86,7 @@ def tokens_of(inputs: LinearInputs, first: int, last: int, state: Tensor | None)
 
 @every_backend
 @every_form
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 def test_a_state_carried_over_calls_gives_the_results_of_one(backend: str, chunked: bool, rule: str) -> None:
     inputs = LinearCase(rule=rule, batch_size=2, seqlen=150, initial_state=True).tensors(torch.float32)
     whole, last_state = call(inputs, chunked, backend)
@@ -89,7 +100,7 @@ def test_a_state_carried_over_calls_gives_the_results_of_one(backend: str, chunk
 
 
 @every_backend
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 def test_chunks_and_tokens_agree(backend: str, rule: str) -> None:
     inputs = LinearCase(rule=rule, batch_size=2, seqlen=130, initial_state=True).tensors(torch.float32)
     for chunks, tokens in zip(call(inputs, True, backend), call(inputs, False, backend), strict=True):
@@ -126,7 +137,7 @@ def test_values_before_keys_in_states(backend: str, chunked: bool) -> None:
 
 @every_backend
 @every_form
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 def test_gates_of_minus_infinity_forget(backend: str, chunked: bool, rule: str) -> None:
     inputs = LinearCase(rule=rule, seqlen=100, initial_state=True).tensors(torch.float32)
     inputs.g[:, 60] = -torch.inf
@@ -176,7 +187,7 @@ def test_results_without_tokens_have_gradients() -> None:
 
 @slow
 @every_backend
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 def test_64k_tokens_are_right(backend: str, rule: str) -> None:
     case = LinearCase(rule=rule, seqlen=65536, nheads=1, nheads_k=1, headdim_k=16, headdim_v=16, gates=1e-3)
     problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))

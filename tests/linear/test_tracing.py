@@ -13,13 +13,13 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gla
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla, chunk_kda, recurrent_gla
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.reference import linear_attention
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase
 
-RULES = pytest.mark.parametrize("rule", ["delta", "head", "key"])
+RULES = pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 
 
 def leaves(inputs: LinearInputs) -> list[Tensor]:
@@ -30,7 +30,8 @@ def results(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     if inputs.beta is None:
         out, state = chunk_gla(*inputs[:4], initial_state=inputs.initial_state, output_final_state=True)
     else:
-        out, state = chunk_gated_delta_rule(
+        function = chunk_kda if inputs.g.dim() == 4 else chunk_gated_delta_rule
+        out, state = function(
             *inputs[:4],
             inputs.beta,
             initial_state=inputs.initial_state,

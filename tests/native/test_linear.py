@@ -61,7 +61,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
 
 @sampled
 @DTYPES
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 @pytest.mark.parametrize("seqlen", [47, 48, 49, 63, 64, 65, 95, 96, 97, 129])
 def test_any_length_around_a_chunk(isa: str, rule: str, seqlen: int, dtype: torch.dtype) -> None:
     case = LinearCase(rule, seqlen=seqlen, nheads=1, nheads_k=1, headdim_k=33, headdim_v=17, initial_state=True)

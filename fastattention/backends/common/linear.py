@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.linear.problem import LinearProblem
 
 
-def why_not_kernels(problem: LinearProblem) -> str | None:
-    """Why kernels of ours, which compute two rules and no gradients, cannot serve `problem`; None where they can."""
-    if problem.rule not in ("gla", "gated_delta_rule"):
+def why_not_kernels(problem: LinearProblem, rules: Collection[str]) -> str | None:
+    """Why kernels of ours for `rules`, which compute no gradients, cannot serve `problem`; None where they can."""
+    if problem.rule not in rules:
         return f"{problem.rule} is not served; use backend='torch'"
     if problem.grads:
         named = ", ".join(problem.grads)

@@ -3,9 +3,9 @@
 A chunk of tokens is a few matrix products, and one state passes from chunk to chunk. With a(i, j) the product of the
 gates of tokens j+1 to i of a chunk, S the state before it, and everything per head:
 
-    gated delta rule        u_i = beta_i (v_i - a(i, -1) S^T k_i - sum_{j<i} a(i, j) (k_i . k_j) u_j)
+    delta rules             u_i = beta_i (v_i - a(i, -1) S^T k_i - sum_{j<i} a(i, j) (k_i . k_j) u_j)
     gated linear attention  u_i = v_i
-    both                    out_i = a(i, -1) S^T q_i + sum_{j<=i} a(i, j) (q_i . k_j) u_j
+    all                     out_i = a(i, -1) S^T q_i + sum_{j<=i} a(i, j) (q_i . k_j) u_j
                             S' = a(last, -1) S + sum_j a(last, j) k_j u_j^T
 
 where -1 stands for all tokens of the chunk up to i. Sums of gates are formed for each pair, never as a difference of
@@ -114,15 +114,18 @@ def _chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     q, k, update, g, beta = tokens
     since = g.cumsum(dim=2).exp()  # a(i, -1): (batch_size, nheads, chunk, headdim_k or 1)
     between = sums_between(g).exp()  # a(i, j): (batch_size, nheads, chunk, chunk, headdim_k or 1)
-    if g.shape[-1] == 1:
-        weights = between[..., 0]
-        scores = (q @ k.mT) * weights
-    else:
-        scores = torch.einsum("bhid,bhjd,bhijd->bhij", q, k, between)
+
+    def with_keys(rows: Tensor) -> Tensor:
+        """a(i, j) (row i . k_j)."""
+        if g.shape[-1] == 1:
+            return (rows @ k.mT) * between[..., 0]
+        return torch.einsum("bhid,bhjd,bhijd->bhij", rows, k, between)
+
+    scores = with_keys(q)
     if beta is not None:
         beta = beta.unsqueeze(-1)
-        system = beta * ((k @ k.mT) * weights).tril(-1)
-        right = beta * (update - since * (k @ state))
+        system = beta * with_keys(k).tril(-1)
+        right = beta * (update - (k * since) @ state)
         update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     out = (q * since) @ state + scores @ update
     last = k * between[:, :, -1]  # a(last, j) k_j

@@ -6,7 +6,7 @@ from fastattention.backends.common.linear import why_not_kernels
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.linear.call import CpuLinearCall, chunk_of
 from fastattention.linear.backend import LinearBackend, Serve
-from fastattention.linear.problem import LinearInputs, LinearProblem
+from fastattention.linear.problem import RULES, LinearInputs, LinearProblem
 
 
 class CpuLinearBackend(LinearBackend):
@@ -22,7 +22,7 @@ class CpuLinearBackend(LinearBackend):
         """Refuses other devices, and gradients."""
         if problem.device.type != "cpu":
             return f"tensors are on {problem.device}; the cpu backend takes tensors in host memory"
-        return why_not_kernels(problem)
+        return why_not_kernels(problem, RULES)
 
     def how(self, problem: LinearProblem) -> str:
         """Tokens of a chunk, and the instruction set."""

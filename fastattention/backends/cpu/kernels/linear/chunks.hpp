@@ -4,7 +4,7 @@
 // They are built gate by gate, row by row, so that strong gates neither overflow nor lose digits. With a gate for every key
 // dimension a chunk consists of parts of 16 tokens. Within a part, scores are summed one by one. Between two parts, queries
 // are multiplied by the gates from the beginning of their part on and of the parts in between, keys by the gates up to the
-// end of their part.
+// end of their part. With the delta rule, keys are also queries: they ask what the state and earlier tokens hold for them.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -28,7 +28,7 @@ struct LinearLayout {
     int64_t key_depth, key_rows;  // headdim_k, padded as the depth of a product and as the rows of its result
     int64_t key_stride, value_stride;
     int64_t state_floats;
-    int64_t keys, queries, keys_t, scores, held, values, states, gates, row, left, right, total;
+    int64_t keys, asking, queries, keys_t, scores, query_scores, held, values, states, gates, row, left, right, total;
 
     LinearLayout(const FaLinearParams& p, int64_t num_columns, int64_t num_heads) : chunk(p.chunk) {
         key_columns = round_up(p.headdim_k, kPartColumns);
@@ -42,12 +42,16 @@ struct LinearLayout {
             at += round_up(floats, kRowPadding);
             return here;
         };
-        const int64_t tokens = 2 * chunk;  // keys, then queries, as rows of one matrix
+        const int64_t tokens = 2 * chunk;  // asking keys, then queries, as rows of one matrix
+        // Gates of key dimensions are multiplied into keys and into asking keys, each in its own way.
+        const bool copies_keys = p.gate_per_key && p.beta != nullptr;
         // A tile of rows may extend past the last token.
-        keys = take((tokens + kPartTileRows) * key_stride);
-        queries = keys + chunk * key_stride;
+        keys = take((tokens + (copies_keys ? chunk : 0) + kPartTileRows) * key_stride);
+        asking = keys + (copies_keys ? chunk : 0) * key_stride;
+        queries = asking + chunk * key_stride;
         keys_t = take(larger(key_rows, key_columns) * chunk);
-        scores = take((tokens + kPartTileRows) * chunk);
+        scores = take((chunk + kPartTileRows) * chunk);
+        query_scores = take((chunk + kPartTileRows) * chunk);
         held = take((tokens + kPartTileRows) * value_stride);
         values = take((chunk + FloatUnit::kRowStep) * value_stride);
         state_floats = key_rows * value_stride;
@@ -78,9 +82,11 @@ public:
           l_(p, task.num_columns, task.num_heads),
           columns_(round_up(task.num_columns, Vec::kWidth)),
           keys_(scratch + l_.keys),
+          asking_(scratch + l_.asking),
           queries_(scratch + l_.queries),
           keys_t_(scratch + l_.keys_t),
           scores_(scratch + l_.scores),
+          query_scores_(scratch + l_.query_scores),
           held_(scratch + l_.held),
           values_(scratch + l_.values),
           states_(scratch + l_.states),
@@ -138,7 +144,6 @@ private:
 
     bool is_delta() const { return p_.beta != nullptr; }
     float* held_queries() const { return held_ + l_.chunk * l_.value_stride; }
-    float* query_scores() const { return scores_ + l_.chunk * l_.chunk; }
 
     // Tokens past the end of the sequence are zeros with gates of 1, which leave the state unchanged.
     void load(int64_t first, int64_t n) {
@@ -165,16 +170,15 @@ private:
 
     void run_head_gates() {
         transpose_units(keys_, l_.key_stride, keys_t_, l_.chunk, l_.chunk, round_up(p_.headdim_k, Vec::kWidth));
-        // With the delta rule, keys are also multiplied with the state and with other keys.
-        const int64_t first = is_delta() ? 0 : l_.chunk, rows = 2 * l_.chunk - first;
-        const Operand tokens = left(keys_ + first * l_.key_stride, l_.key_stride, rows, l_.key_depth);
+        const Operand tokens = left(first_asking(), l_.key_stride, num_asking(), l_.key_depth);
         const Operand keys = right(keys_t_, l_.chunk, l_.key_depth, l_.chunk);
-        for (int64_t chunk = 0; chunk < rows; chunk += l_.chunk)
+        for (int64_t chunk = 0; chunk < num_asking(); chunk += l_.chunk) {
+            float* scores = chunk + l_.chunk < num_asking() ? scores_ : query_scores_;
             for (int64_t i = 0; i < l_.chunk; i += Layout::kStepRows)
-                multiply<false>(row_of(tokens, chunk + i), keys, l_.key_depth, scores_ + (first + chunk + i) * l_.chunk,
-                                l_.chunk, Layout::kStepRows, smaller(round_up(i + Layout::kStepRows, Vec::kWidth), l_.chunk));
-        multiply<false>(tokens, right(state_, l_.value_stride, l_.key_depth, columns_), l_.key_depth,
-                        held_ + first * l_.value_stride, l_.value_stride, rows, columns_);
+                multiply<false>(row_of(tokens, chunk + i), keys, l_.key_depth, scores + i * l_.chunk, l_.chunk,
+                                Layout::kStepRows, smaller(round_up(i + Layout::kStepRows, Vec::kWidth), l_.chunk));
+        }
+        ask_state(tokens);
         float* const weights = row_;  // weights[j]: the product of the gates after token j up to token i
         float* const since = row_ + l_.chunk;  // products of gates since the beginning of the chunk
         memset(weights, 0, l_.chunk * sizeof(float));
@@ -183,7 +187,7 @@ private:
             since[i] = all *= gates_[i];
             for (int64_t j = 0; j < i; j += Vec::kWidth) store(weights + j, load_of(weights + j) * broadcast(gates_[i]));
             weights[i] = 1.0f;
-            weigh(i, query_scores() + i * l_.chunk, weights, 1.0f);
+            weigh(i, query_scores_ + i * l_.chunk, weights, 1.0f);
             if (is_delta()) weigh_system(i, weights, since[i]);
         }
         if (is_delta()) solve();
@@ -193,6 +197,16 @@ private:
         scale_rows(values_, weights);
         for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all));
         add_to_state();
+    }
+
+    // The rows that are multiplied with keys and with the state: asking keys of the delta rule, then queries.
+    int64_t num_asking() const { return is_delta() ? 2 * l_.chunk : l_.chunk; }
+    const float* first_asking() const { return is_delta() ? asking_ : queries_; }
+
+    // Multiplies these rows with the state before the chunk.
+    void ask_state(Operand rows) const {
+        multiply<false>(rows, right(state_, l_.value_stride, l_.key_depth, columns_), l_.key_depth,
+                        is_delta() ? held_ : held_queries(), l_.value_stride, num_asking(), columns_);
     }
 
     // Make operand A from `rows` rows of floats, and operand B from `depth` rows: in place, or in pairs of bfloat16.
@@ -267,7 +281,7 @@ private:
 
     // Adds the weighted values of the chunk's tokens to results, which have the contribution of the state already.
     void add_values() {
-        const Operand scores = left(query_scores(), l_.chunk, l_.chunk, l_.chunk);
+        const Operand scores = left(query_scores_, l_.chunk, l_.chunk, l_.chunk);
         const Operand values = right(values_, l_.value_stride, l_.chunk, columns_);
         for (int64_t i = 0; i < l_.chunk; i += Layout::kStepRows)
             multiply<true>(row_of(scores, i), values, smaller(i + Layout::kStepRows, l_.chunk),
@@ -287,38 +301,55 @@ private:
     }
 
     void run_key_gates() {
-        float* const all = row_;  // the product of all gates before the current part
+        if (is_delta()) memcpy(asking_, keys_, l_.chunk * l_.key_stride * sizeof(float));
         float* const part_gates = row_ + l_.key_columns;  // the product of the gates of each part
+        for (int64_t first = 0; first < l_.chunk; first += kPartTokens) {
+            if (is_delta()) score_part(first, asking_, scores_);
+            score_part(first, queries_, query_scores_);
+            carry_keys(first, part_gates + first / kPartTokens * l_.key_columns);
+        }
+        if (is_delta()) score_parts(asking_, scores_, part_gates);
+        score_parts(queries_, query_scores_, part_gates);
+        ask_state(left(first_asking(), l_.key_stride, num_asking(), l_.key_depth));
+        if (is_delta()) {
+            float* const ones = room_for_rows();
+            for (int64_t j = 0; j < l_.chunk; j += Vec::kWidth) store(ones + j, broadcast(1.0f));
+            for (int64_t i = 0; i < l_.chunk; ++i) weigh_system(i, ones, 1.0f);
+            solve();
+        }
+        add_values();
+        carry_keys_to_end(part_gates);
+        for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(row_[d]));
+        add_to_state();
+    }
+
+    // Rows of a part, after the gates.
+    float* room_for_rows() const { return row_ + (1 + l_.chunk / kPartTokens) * l_.key_columns; }
+
+    // Computes the scores of rows with tokens of parts before theirs, and multiplies the rows by all gates up to theirs.
+    // row_: set to the product of the gates of the chunk.
+    void score_parts(float* rows, float* scores, const float* part_gates) {
+        float* const all = row_;  // the product of all gates before the current part
         for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) store(all + d, broadcast(1.0f));
         for (int64_t part = 0; part < l_.chunk / kPartTokens; ++part) {
             const int64_t first = part * kPartTokens;
-            float* const gates_of_part = part_gates + part * l_.key_columns;
-            score_part(first);
-            carry_keys(first, gates_of_part);
-            score_parts_before(part, part_gates);
-            for (int64_t i = first; i < first + kPartTokens; ++i) multiply_key_row(queries_ + i * l_.key_stride, all);
-            multiply_key_row(all, gates_of_part);
+            score_parts_before(part, rows, scores, part_gates);
+            for (int64_t i = first; i < first + kPartTokens; ++i) multiply_key_row(rows + i * l_.key_stride, all);
+            multiply_key_row(all, part_gates + part * l_.key_columns);
         }
-        multiply<false>(left(queries_, l_.key_stride, l_.chunk, l_.key_depth),
-                        right(state_, l_.value_stride, l_.key_depth, columns_), l_.key_depth, held_queries(), l_.value_stride,
-                        l_.chunk, columns_);
-        add_values();
-        carry_keys_to_end(part_gates);
-        for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all[d]));
-        add_to_state();
     }
 
     void multiply_key_row(float* row, const float* factors) const {
         for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) store(row + d, load_of(row + d) * load_of(factors + d));
     }
 
-    // Computes the scores among the tokens of a part, and multiplies queries by the gates of the part up to theirs.
-    void score_part(int64_t first) {
+    // Computes the scores among the tokens of a part, and multiplies the asking rows by the gates of the part up to theirs.
+    void score_part(int64_t first, float* rows, float* scores) {
         for (int64_t i = first; i < first + kPartTokens; ++i) {
             Vec sums[kPartTokens];
             for (Vec& sum : sums) sum = zero();
             for (int64_t d = 0; d < l_.key_columns; d += kPartColumns) {
-                float* query = queries_ + i * l_.key_stride + d;
+                float* query = rows + i * l_.key_stride + d;
                 Vec carried[kPartVectors];
                 for (int64_t c = 0; c < kPartVectors; ++c) carried[c] = load_of(query + c * Vec::kWidth);
                 for (int64_t j = i; j >= first; --j) {
@@ -331,8 +362,8 @@ private:
                 }
                 for (int64_t c = 0; c < kPartVectors; ++c) store(query + c * Vec::kWidth, carried[c]);
             }
-            float* scores = query_scores() + i * l_.chunk + first;
-            for (int64_t j = 0; j < kPartTokens; j += Vec::kWidth) store(scores + j, reduce_columns(sums + j));
+            float* to = scores + i * l_.chunk + first;
+            for (int64_t j = 0; j < kPartTokens; j += Vec::kWidth) store(to + j, reduce_columns(sums + j));
         }
     }
 
@@ -354,17 +385,17 @@ private:
 
     // Computes the scores of the tokens of a part with tokens of earlier parts. Whole tiles of rows are multiplied: scores
     // of the next part that this writes are overwritten later.
-    void score_parts_before(int64_t part, const float* part_gates) {
+    void score_parts_before(int64_t part, const float* asking, float* scores, const float* part_gates) {
         const int64_t first = part * kPartTokens;
-        float* const rows = row_ + (1 + l_.chunk / kPartTokens) * l_.key_columns;
+        float* const rows = room_for_rows();
         for (int64_t i = 0; i < kPartTileRows; ++i)
-            memcpy(rows + i * l_.key_stride, queries_ + (first + i) * l_.key_stride, l_.key_columns * sizeof(float));
+            memcpy(rows + i * l_.key_stride, asking + (first + i) * l_.key_stride, l_.key_columns * sizeof(float));
         for (int64_t other = part - 1; other >= 0; --other) {
             for (int64_t i = 0; other < part - 1 && i < kPartTokens; ++i)
                 multiply_key_row(rows + i * l_.key_stride, part_gates + (other + 1) * l_.key_columns);
             const int64_t column = other * kPartTokens;
             multiply<false, FloatUnit>({rows, l_.key_stride}, {keys_t_ + column, l_.chunk}, p_.headdim_k,
-                                       query_scores() + first * l_.chunk + column, l_.chunk, kPartTileRows, kPartTokens);
+                                       scores + first * l_.chunk + column, l_.chunk, kPartTileRows, kPartTokens);
         }
     }
 
@@ -386,9 +417,11 @@ private:
     const Layout l_;
     const int64_t columns_;
     float* const keys_;
+    float* const asking_;  // keys of the delta rule as queries; keys_ themselves if gates are of heads
     float* const queries_;
     float* const keys_t_;
-    float* const scores_;
+    float* const scores_;  // of asking keys
+    float* const query_scores_;
     float* const held_;  // products of keys and queries with the state before the chunk
     float* const values_;
     float* const states_;

@@ -28,7 +28,7 @@ from fastattention.integrations.transformers import linear_attention, serve_gate
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from integrations.models import VOCABULARY, assert_same, greedy, padding_mask, prompts, sharpen
 
-NAMES = ("qwen3_next", "qwen3_5", "olmo_hybrid")
+NAMES = ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
 LENGTH = 75  # more than a chunk of 64
 NUM_LINEAR = 2  # layers
 _SIZES: dict[str, Any] = {
@@ -44,7 +44,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": _SIZES,
     # No groups of heads; beta is up to 2.
     "olmo_hybrid": {**_SIZES, "linear_num_value_heads": 2, "linear_allow_neg_eigval": True},
-}
+    # Kimi delta attention, with a gate for every key dimension, and latent attention.
+    "kimi_linear": {
+        **{name: size for name, size in _SIZES.items() if not name.startswith("linear_") and name != "head_dim"},
+        "linear_head_dim": 24, "linear_num_heads": 3, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 16, "num_key_value_heads": 4, "mlp_layer_types": ["dense"] * 3,
+    },
+}  # fmt: skip
 
 
 def model_with(name: str, **changed: Any) -> Any:
@@ -63,22 +69,24 @@ def model_of(name: str) -> Any:
 
 
 class Calls(NamedTuple):
-    """Mocks that count calls of our functions, and compute."""
+    """Mocks that count calls of our functions of both rules, and compute."""
 
-    chunk: Mock
-    recurrent: Mock
+    chunk: list[Mock]
+    recurrent: list[Mock]
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.chunk.call_count, self.recurrent.call_count
+        return sum(mock.call_count for mock in self.chunk), sum(mock.call_count for mock in self.recurrent)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    mocks = [Mock(wraps=getattr(linear_attention, f"{kind}_gated_delta_rule")) for kind in Calls._fields]
-    for kind, mock in zip(Calls._fields, mocks, strict=True):
-        monkeypatch.setattr(linear_attention, f"{kind}_gated_delta_rule", mock)
-    return Calls(*mocks)
+    calls = Calls([], [])
+    for kind, mocks in calls._asdict().items():
+        for rule in ("gated_delta_rule", "kda"):
+            mocks.append(Mock(wraps=getattr(linear_attention, f"{kind}_{rule}")))
+            monkeypatch.setattr(linear_attention, f"{kind}_{rule}", mocks[-1])
+    return calls
 
 
 @pytest.fixture
@@ -232,6 +240,22 @@ def test_every_model_with_gated_delta_rules_is_served(name: str, calls: Calls, w
     modeling.torch_recurrent_gated_delta_rule(**arguments())
     assert calls.counts == (1, 1)
     assert not warned.called
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "glm5_next"])
+def test_every_model_with_kimi_delta_attention_is_served(name: str, calls: Calls, warned: Mock) -> None:
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    given = arguments()
+    given |= {name: given[name].repeat_interleave(2, dim=2) for name in ("query", "key")}
+    given["g"] = given["g"][..., None].expand(-1, -1, -1, 8)
+    ours = (
+        modeling.chunk_kimi_delta_attention(**given),
+        modeling.recurrent_kimi_delta_attention(initial_state=None, **given),
+    )
+    assert calls.counts == (1, 1)
+    assert not warned.called
+    for one, other in zip(*ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def another_copy(name: str) -> ModuleType:

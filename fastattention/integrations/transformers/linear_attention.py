@@ -1,4 +1,4 @@
-"""Gated delta rules of Transformers models (Qwen3-Next, Qwen3.5, OLMo Hybrid) by fastattention.linear.
+"""Gated delta rules of Transformers models (Qwen3-Next, Qwen3.5, OLMo Hybrid; Kimi-Linear) by fastattention.linear.
 
 Modelling modules of Transformers decorate two functions with `use_kernel_func_from_hub_with_fallback`. This decorator
 looks for flash-linear-attention, and otherwise keeps the function as it is, in operations of torch. It is wrapped here,
@@ -22,7 +22,7 @@ from transformers.integrations import hub_kernels
 from transformers.utils import logging
 
 from fastattention.engine.checks import DTYPES
-from fastattention.linear import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from fastattention.linear import chunk_gated_delta_rule, chunk_kda, recurrent_gated_delta_rule, recurrent_kda
 from fastattention.linear.validation import MAX_HEADDIM
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
@@ -34,6 +34,8 @@ _enabled = True
 
 def serve_gated_delta_rule(enabled: bool = True) -> None:
     """Sets whether models of Transformers compute gated delta rules by `fastattention.linear`, from the next call on.
+
+    Kimi delta attention is one, with a gate for every key dimension.
 
     Importing `fastattention.integrations.transformers` switches it on, for models that exist and for later ones. While
     it is off they run what Transformers chose: flash-linear-attention where it is installed, else operations of torch.
@@ -146,6 +148,20 @@ def _tokens(
     return _call(recurrent_gated_delta_rule, query, key, value, g, beta, *args, **kwargs)
 
 
+def _kda_chunks(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Replaces chunk_kimi_delta_attention. Backends choose their chunks themselves."""
+    return _call(chunk_kda, query, key, value, g, beta, *args, **kwargs)
+
+
+def _kda_tokens(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Replaces recurrent_kimi_delta_attention."""
+    return _call(recurrent_kda, query, key, value, g, beta, *args, **kwargs)
+
+
 def _call(
     rule: Rule,
     query: Tensor,
@@ -186,5 +202,15 @@ def _warn_once(message: str) -> None:
     _log.warning_once(message)
 
 
-_BY_LAYER_NAME: dict[str, Rule] = {"chunk_gated_delta_rule": _chunks, "fused_recurrent_gated_delta_rule": _tokens}
-_BY_FUNCTION: dict[str, Rule] = {"torch_chunk_gated_delta_rule": _chunks, "torch_recurrent_gated_delta_rule": _tokens}
+_BY_LAYER_NAME: dict[str, Rule] = {
+    "chunk_gated_delta_rule": _chunks,
+    "fused_recurrent_gated_delta_rule": _tokens,
+    "chunk_kda": _kda_chunks,
+    "fused_recurrent_kda": _kda_tokens,
+}
+_BY_FUNCTION: dict[str, Rule] = {
+    "torch_chunk_gated_delta_rule": _chunks,
+    "torch_recurrent_gated_delta_rule": _tokens,
+    "chunk_kimi_delta_attention": _kda_chunks,
+    "recurrent_kimi_delta_attention": _kda_tokens,
+}

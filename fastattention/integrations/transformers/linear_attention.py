@@ -134,32 +134,30 @@ def _why_not(
     return None
 
 
-def _chunks(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Replaces torch_chunk_gated_delta_rule. Backends choose their chunks themselves."""
-    return _call(chunk_gated_delta_rule, query, key, value, g, beta, *args, **kwargs)
+def _in_chunks(rule: Callable[[], Rule]) -> Rule:
+    """What replaces a model's function over chunks. Backends choose their chunks themselves.
+
+    rule: gives the function of fastattention.linear, at each call.
+    """
+
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return _call(rule(), query, key, value, g, beta, *args, **kwargs)
+
+    return call
 
 
-def _tokens(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Replaces torch_recurrent_gated_delta_rule."""
-    return _call(recurrent_gated_delta_rule, query, key, value, g, beta, *args, **kwargs)
-
-
-def _kda_chunks(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Replaces chunk_kimi_delta_attention. Backends choose their chunks themselves."""
-    return _call(chunk_kda, query, key, value, g, beta, *args, **kwargs)
-
-
-def _kda_tokens(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Replaces recurrent_kimi_delta_attention."""
-    return _call(recurrent_kda, query, key, value, g, beta, *args, **kwargs)
+def _by_token(rule: Callable[[], Rule]) -> Rule:
+    """What replaces a model's function token by token."""
+    return lambda *args, **kwargs: _call(rule(), *args, **kwargs)
 
 
 def _call(
@@ -202,6 +200,8 @@ def _warn_once(message: str) -> None:
     _log.warning_once(message)
 
 
+_chunks, _kda_chunks = _in_chunks(lambda: chunk_gated_delta_rule), _in_chunks(lambda: chunk_kda)
+_tokens, _kda_tokens = _by_token(lambda: recurrent_gated_delta_rule), _by_token(lambda: recurrent_kda)
 _BY_LAYER_NAME: dict[str, Rule] = {
     "chunk_gated_delta_rule": _chunks,
     "fused_recurrent_gated_delta_rule": _tokens,

@@ -97,11 +97,11 @@ def check_device(name: str, tensor: TensorSpec, q: TensorSpec) -> None:
         raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")
 
 
-def check_dtype(q: TensorSpec) -> None:
-    """Raises unless the dtype of q is one that calls take."""
+def check_dtype(q: TensorSpec, name: str = "q") -> None:
+    """Raises unless the dtype of q is one that calls take. name: what callers call q."""
     if q.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ArgumentError(f"q has dtype {q.dtype}; allowed are {allowed}")
+        raise ArgumentError(f"{name} has dtype {q.dtype}; allowed are {allowed}")
 
 
 def check_like_q(name: str, tensor: TensorSpec, q: TensorSpec) -> None:

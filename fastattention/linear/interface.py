@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -12,6 +13,7 @@ from fastattention.engine.operator import Request, serves_requests
 from fastattention.linear.gates import beta_of, kda_gate_of
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs, LinearOutput
+from fastattention.linear.ssd import SsdArguments, ssd_inputs
 from fastattention.linear.validation import LinearOptions, check_values_first, read_linear_options
 
 Arguments = ParamSpec("Arguments")
@@ -20,6 +22,21 @@ Arguments = ParamSpec("Arguments")
 def linear_function(read: Callable[Arguments, Any]) -> Callable[Arguments, tuple[Tensor, Tensor | None]]:
     """Makes a public function of `read`, which makes a Request of its arguments."""
     return serves_requests(read)
+
+
+# Arguments of mamba_ssm's functions that ours do not have.
+_MAMBA_NAMES = {
+    "initial_states": "give initial_state",
+    "return_final_states": "give output_final_state",
+    "seq_idx": "give cu_seqlens",
+    "z": "multiply the result by silu(z)",
+    "chunk_size": "leave it out: backends choose their chunks",
+}
+
+
+def ssd_function(read: Callable[Arguments, Any]) -> Callable[Arguments, tuple[Tensor, Tensor | None]]:
+    """`linear_function` for those with the names of mamba_ssm."""
+    return serves_requests(read, _MAMBA_NAMES)
 
 
 @linear_function
@@ -231,6 +248,78 @@ def recurrent_kda(
     given = LinearInputs(q, k, v, g, beta, initial_state, cu_seqlens)
     options = read_linear_options("kda", False, scale, use_qk_l2norm_in_kernel, output_final_state)
     return _request(given, options, state_v_first, backend)
+
+
+@ssd_function
+def chunk_ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803, as in mamba_ssm
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Mamba-2, state space duality (SSD), in chunks of tokens: for prompts and training.
+
+    Gated linear attention with a gate a head. For every token t and head, in float32, S being the state:
+
+        S = exp(dt_t A) S + B_t (dt_t x_t)^T,  out_t = S^T C_t + D x_t
+
+    Names and order are those of mamba_ssm's mamba_chunk_scan_combined.
+
+    - `x`: (batch_size, seqlen, nheads, headdim), float32, bfloat16 or float16, headdim up to 256
+    - `dt`: lengths of steps, (batch_size, seqlen, nheads), any of the three dtypes
+    - `A`: (nheads,), negative; `D`: (nheads,), None means zeros; any of the three dtypes
+    - `B`, `C`: (batch_size, seqlen, ngroups, dstate), in the dtype of x, dstate up to 256; ngroups divides nheads, and
+      nheads / ngroups neighbouring heads share their B and C
+    - `dt_bias`: (nheads,), added to dt; `dt_softplus`: then the softplus of it is taken; both in float32
+    - `dt_limit`: the least and the largest step, to which steps are clamped last
+    - `initial_state`: float32 (batch_size, nheads, headdim, dstate); None means zeros. It is not written
+    - `output_final_state`: whether to return the state after the last token
+    - `state_v_first`: False for states with dstate before headdim
+    - `cu_seqlens`, `backend`: as of `chunk_gla`
+
+    Returns (out, final_state): out like x; final_state float32, None unless asked for. Raises as `chunk_gla`.
+    """
+    given = SsdArguments(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+    options = read_linear_options("ssd", True, 1.0, False, output_final_state)
+    return _request(ssd_inputs(given, initial_state, cu_seqlens), options, state_v_first, backend)
+
+
+@ssd_function
+def recurrent_ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803, as in mamba_ssm
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Mamba-2 token by token: for decoding. Arguments and results are those of `chunk_ssd`.
+
+    Each state is read and written once, however many tokens there are.
+    """
+    given = SsdArguments(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+    options = read_linear_options("ssd", False, 1.0, False, output_final_state)
+    return _request(ssd_inputs(given, initial_state, cu_seqlens), options, state_v_first, backend)
 
 
 def _request(given: LinearInputs, options: LinearOptions, state_v_first: object, backend: str) -> Request:

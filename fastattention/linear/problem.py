@@ -14,13 +14,16 @@ class Rule(NamedTuple):
 
     head_gates: bool  # whether g may hold one gate a head
     key_gates: bool  # whether g may hold a gate for every key dimension
-    has_beta: bool
+    has_beta: bool  # factors of what tokens write
+    overwrites: bool = False  # a delta rule: tokens replace what the state holds for their keys
+    has_skip: bool = False  # whether values may go to the output directly
 
 
 RULES = {
     "gla": Rule(head_gates=True, key_gates=True, has_beta=False),
-    "gated_delta_rule": Rule(head_gates=True, key_gates=False, has_beta=True),
-    "kda": Rule(head_gates=False, key_gates=True, has_beta=True),
+    "gated_delta_rule": Rule(head_gates=True, key_gates=False, has_beta=True, overwrites=True),
+    "kda": Rule(head_gates=False, key_gates=True, has_beta=True, overwrites=True),
+    "ssd": Rule(head_gates=True, key_gates=False, has_beta=True, has_skip=True),
 }
 
 
@@ -33,7 +36,8 @@ class LinearProblem:
         q, k           (batch_size, seqlen, nheads_k, headdim_k)
         v, out         (batch_size, seqlen, nheads, headdim_v)
         g              (batch_size, seqlen, nheads, headdim_k) when gate_per_key, else (batch_size, seqlen, nheads)
-        beta           (batch_size, seqlen, nheads) of delta rules
+        beta           (batch_size, seqlen, nheads), but of gla
+        skip           (nheads,) of ssd, float32
         states         (num_sequences, nheads, headdim_k, headdim_v), float32
         cu_seqlens     (num_sequences + 1,), int32; then batch_size is 1 and seqlen counts the tokens of all sequences
 
@@ -70,7 +74,7 @@ class LinearProblem:
     @property
     def delta_rule(self) -> bool:
         """Whether tokens overwrite what the state holds for their keys, as far as beta says."""
-        return RULES[self.rule].has_beta
+        return RULES[self.rule].overwrites
 
     @property
     def group_size(self) -> int:
@@ -98,6 +102,7 @@ class LinearInputs(NamedTuple):
     beta: Tensor | None = None
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    skip: Tensor | None = None
 
 
 class LinearGradients(NamedTuple):

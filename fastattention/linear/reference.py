@@ -6,10 +6,12 @@ asked for:
     gated linear attention      S = diag(a) S + k v^T
     gated delta rule            S = a S;  S = S + k (beta (v - S^T k))^T
     Kimi delta attention        S = diag(a) S;  S = S + k (beta (v - S^T k))^T
-    all                         out = S^T (scale q)
+    state space duality         S = a S + k (beta v)^T
+    all                         out = S^T (scale q), and skip v with state space duality
 
 GLA: https://arxiv.org/abs/2312.06635, equation 4. Gated delta rule: https://arxiv.org/abs/2412.06464, equation 10. Kimi
-delta attention (KDA): https://arxiv.org/abs/2510.26692, equation 1.
+delta attention (KDA): https://arxiv.org/abs/2510.26692, equation 1. State space duality (SSD), in Mamba-2:
+https://arxiv.org/abs/2405.21060, equation 16, where C is q, B is k, x is v and beta is the length of a step.
 """
 
 from __future__ import annotations
@@ -43,11 +45,14 @@ def linear_attention(problem: LinearProblem, inputs: LinearInputs, dtype: torch.
             key, value = k[batch, token], v[batch, token]
             state = gate[batch, token].unsqueeze(-1) * state
             if beta is not None:
-                value = beta[batch, token].unsqueeze(-1) * (value - torch.einsum("hkv,hk->hv", state, key))
+                held = torch.einsum("hkv,hk->hv", state, key) if problem.delta_rule else 0.0
+                value = beta[batch, token].unsqueeze(-1) * (value - held)
             state = state + torch.einsum("hk,hv->hkv", key, value)
             out[batch, token] = torch.einsum("hkv,hk->hv", state, q[batch, token])
         final_states.append(state)  # (nheads, headdim_k, headdim_v)
     states = torch.stack(final_states) if final_states else states
+    if inputs.skip is not None:
+        out = out + inputs.skip.to(dtype).unsqueeze(-1) * v
     return LinearOutput(out, states if problem.returns_state else None)
 
 

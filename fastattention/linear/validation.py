@@ -68,9 +68,11 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
     if given.initial_state is not None:
         state = spec_of("initial_state", given.initial_state)
         check_shape("initial_state", state, state_shape, "sequences, nheads, headdim_k, headdim_v")
-        if state.dtype is not torch.float32:
-            raise ArgumentError(f"initial_state must be float32, got {state.dtype}")
-        check_device("initial_state", state, q)
+        _check_float32("initial_state", state, q)
+    if given.skip is not None:
+        skip = spec_of("skip", given.skip)
+        check_shape("skip", skip, (nheads,), "nheads,")
+        _check_float32("skip", skip, q)
     scale = headdim_k**-0.5 if options.scale is None else options.scale
     if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ArgumentError(f"scale={scale} must be finite in float32; None means headdim_k ** -0.5")
@@ -101,7 +103,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
 
 
 def check_gate_dtype(name: str, gate: Tensor | TensorSpec) -> None:
-    """Raises unless `gate`, which is g or beta, has one of the dtypes of a call."""
+    """Raises unless `gate`, a gate or a parameter of gates, has one of the dtypes of a call."""
     if gate.dtype not in DTYPES:
         raise ArgumentError(f"{name} must be float32, float16 or bfloat16, got {gate.dtype}")
 
@@ -119,8 +121,10 @@ def as_backends_read(given: LinearInputs) -> LinearInputs:
     offsets = given.cu_seqlens
     if offsets is not None:
         offsets = offsets.to(torch.int32).contiguous()
-    beta, state = (None if x is None else last_axis_contiguous(x) for x in (given.beta, given.initial_state))
-    return LinearInputs._make([*(last_axis_contiguous(x) for x in given[:4]), beta, state, offsets])
+    beta, state, skip = (
+        None if x is None else last_axis_contiguous(x) for x in (given.beta, given.initial_state, given.skip)
+    )
+    return LinearInputs._make([*(last_axis_contiguous(x) for x in given[:4]), beta, state, offsets, skip])
 
 
 def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
@@ -175,6 +179,12 @@ def _check_gates(given: LinearInputs, q: TensorSpec, v: TensorSpec, rule: Rule) 
         check_gate_dtype(name, gate)
         check_device(name, gate, q)
     return gate_per_key
+
+
+def _check_float32(name: str, tensor: TensorSpec, q: TensorSpec) -> None:
+    if tensor.dtype is not torch.float32:
+        raise ArgumentError(f"{name} must be float32, got {tensor.dtype}")
+    check_device(name, tensor, q)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, q: TensorSpec) -> int:

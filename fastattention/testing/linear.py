@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattention.backends.torch.linear import sums_between
-from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+from fastattention.linear.operator import LINEAR_ATTENTION
+from fastattention.linear.problem import RULES, LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.reference import l2norm, linear_attention, spans
 from fastattention.linear.validation import LinearOptions
 from fastattention.testing.oracle import Expected, Results, error_of, largest
@@ -22,7 +23,7 @@ from fastattention.testing.oracle import Expected, Results, error_of, largest
 class LinearCase:
     """One call. seqlens: of the sequences of a varlen call; otherwise there are `batch_size` of `seqlen` tokens."""
 
-    # "delta", "head" (GLA with a gate a head), "key" (GLA with a gate for every key dimension) or "kda"
+    # "delta", "head" (GLA with a gate a head), "key" (GLA with a gate for every key dimension), "kda" or "ssd"
     rule: str = "delta"
     batch_size: int = 1
     seqlen: int = 100
@@ -59,13 +60,16 @@ class LinearCase:
 
     def options(self, chunked: bool) -> LinearOptions:
         """The scalars of the call."""
-        rule = {"delta": "gated_delta_rule", "kda": "kda"}.get(self.rule, "gla")
-        return LinearOptions(rule, chunked, self.scale, self.has_beta and self.l2norm, self.returns_state)
+        return LinearOptions(self._rule, chunked, self.scale, self.overwrites and self.l2norm, self.returns_state)
 
     @property
-    def has_beta(self) -> bool:
+    def _rule(self) -> str:
+        return {"delta": "gated_delta_rule", "head": "gla", "key": "gla"}.get(self.rule, self.rule)
+
+    @property
+    def overwrites(self) -> bool:
         """Whether the rule is a delta rule."""
-        return self.rule in ("delta", "kda")
+        return RULES[self._rule].overwrites
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> LinearInputs:
         """Random tensors, the same on every device."""
@@ -78,13 +82,13 @@ class LinearCase:
         sequences = batch_size if self.seqlens is None else len(self.seqlens)
         q, k = (normal(batch_size, seqlen, self.nheads_k, self.headdim_k) for _ in range(2))
         v = normal(batch_size, seqlen, self.nheads, self.headdim_v)
-        if not (self.has_beta and self.l2norm):
+        if not (self.overwrites and self.l2norm):
             k = functional.normalize(k, dim=-1)
         last = (self.headdim_k,) if self.rule in ("key", "kda") else ()
         g = self.gates * functional.logsigmoid(normal(batch_size, seqlen, self.nheads, *last))
         gate_dtype = self.gate_dtype or dtype
         beta = None
-        if self.has_beta:
+        if RULES[self._rule].has_beta:
             shape = (batch_size, seqlen, self.nheads)
             beta = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
         state = normal(sequences, self.nheads, self.headdim_k, self.headdim_v) if self.initial_state else None
@@ -94,8 +98,16 @@ class LinearCase:
         if self.layout == "heads":
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         beta = None if beta is None else beta.to(gate_dtype)
-        inputs = LinearInputs(q.to(dtype), k.to(dtype), v.to(dtype), g.to(gate_dtype), beta, state, offsets)
+        skip = normal(self.nheads) if RULES[self._rule].has_skip else None
+        inputs = LinearInputs(q.to(dtype), k.to(dtype), v.to(dtype), g.to(gate_dtype), beta, state, offsets, skip)
         return LinearInputs._make([None if x is None else x.to(device) for x in inputs])
+
+
+def run_rule(inputs: LinearInputs, rule: str, chunked: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """(out, final state) of the operator. rule: as that of a LinearCase."""
+    out, state = LINEAR_ATTENTION(inputs, LinearCase(rule=rule).options(chunked), backend)
+    assert state is not None
+    return out, state
 
 
 def linear_results(output: LinearOutput) -> Results:
@@ -149,13 +161,17 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
             state, update = rounded(states[sequence]), values
             between = between.expand(*between.shape[:3], keys.shape[-1])
             held = rounded(keys * since) @ state if problem.gate_per_key else since * (keys @ state)
-            if beta is not None:
-                learned = beta[batch, part].transpose(0, 1)
+            learned = None if beta is None else beta[batch, part].transpose(0, 1)
+            if learned is not None and problem.delta_rule:
                 system = learned * torch.einsum("hid,hjd,hijd->hij", keys, keys, between).tril(-1)
                 right = learned * (values - held)
                 update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
             scores = torch.einsum("hid,hjd,hijd->hij", queries, keys, between)
+            if learned is not None and not problem.delta_rule:
+                update = learned * update
             result = rounded(queries * since) @ state + rounded(scores) @ rounded(update)
+            if inputs.skip is not None:
+                result = result + inputs.skip[:, None, None] * values
             out[batch, part] = result.transpose(0, 1).to(problem.dtype)
             carried = rounded(keys * between[:, -1]) if problem.gate_per_key else keys
             update = update if problem.gate_per_key else update * between[:, -1, :, :1]

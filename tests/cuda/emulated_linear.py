@@ -80,8 +80,10 @@ def _range(params: Params, address: int, name: str, lasts: tuple[int, ...], colu
 
 def guarded(inputs: LinearInputs, offset: int = 0) -> LinearInputs:
     """Copies with the same strides, and NaN before and after; `offset` elements away from alignment."""
-    return LinearInputs(*(None if x is None or not x.is_floating_point() else _guarded(x, offset) for x in inputs[:-1]),
-                        inputs.cu_seqlens)  # type: ignore[arg-type] # fmt: skip
+    floats = {
+        name: _guarded(x, offset) for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()
+    }
+    return inputs._replace(**floats)
 
 
 def _guarded(tensor: Tensor, offset: int) -> Tensor:

@@ -28,7 +28,7 @@ def _every_rule() -> dict[str, LinearCase]:
     }
     return {
         f"{rule}-{name}": replace(case, rule=rule)
-        for rule in ("delta", "head", "key", "kda")
+        for rule in ("delta", "head", "key", "kda", "ssd")
         for name, case in base.items()
     }
 

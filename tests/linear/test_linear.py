@@ -12,20 +12,12 @@ from torch.testing import assert_close
 
 from fastattention.backends.torch.linear import linear_attention
 from fastattention.engine import torch_ops
-from fastattention.linear import (
-    chunk_gated_delta_rule,
-    chunk_gla,
-    chunk_kda,
-    recurrent_gated_delta_rule,
-    recurrent_gla,
-    recurrent_kda,
-    reference,
-)
+from fastattention.linear import chunk_gated_delta_rule, recurrent_gated_delta_rule, reference
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
-from fastattention.testing.linear import LinearCase
+from fastattention.testing.linear import LinearCase, run_rule
 from linear.cases import CASES
 from linear.check import check
 
@@ -49,7 +41,7 @@ def test_linear_attention_is_right(backend: str, case: LinearCase, chunked: bool
     check(problem, inputs, engine.make_call(problem, inputs)(inputs))
 
 
-@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 def test_chunks_of_torch_are_the_recurrence(rule: str) -> None:
     """The comparison is in float64, without rounding errors."""
     case = LinearCase(rule=rule, seqlen=150, initial_state=True, nheads=4)
@@ -62,37 +54,21 @@ def test_chunks_of_torch_are_the_recurrence(rule: str) -> None:
         assert_close(state, wanted.final_state.float(), atol=1e-6, rtol=1e-5)
 
 
-def call(inputs: LinearInputs, chunked: bool, backend: str, **arguments: object) -> tuple[Tensor, Tensor]:
-    """(out, final state) of the public functions."""
-    arguments = {"output_final_state": True, "backend": backend, "cu_seqlens": inputs.cu_seqlens, **arguments}
-    if inputs.beta is None:
-        function = chunk_gla if chunked else recurrent_gla
-        out, state = function(*inputs[:4], initial_state=inputs.initial_state, **arguments)  # type: ignore[arg-type]
-    else:
-        chunks, tokens = (
-            (chunk_kda, recurrent_kda) if inputs.g.dim() == 4 else (chunk_gated_delta_rule, recurrent_gated_delta_rule)
-        )
-        delta = chunks if chunked else tokens
-        out, state = delta(*inputs[:5], initial_state=inputs.initial_state, use_qk_l2norm_in_kernel=True, **arguments)  # type: ignore[arg-type]
-    assert state is not None
-    return out, state
-
-
 def tokens_of(inputs: LinearInputs, first: int, last: int, state: Tensor | None) -> LinearInputs:
     """A part of the tokens of every sequence."""
     beta = None if inputs.beta is None else inputs.beta[:, first:last]
-    return LinearInputs._make([*(x[:, first:last] for x in inputs[:4]), beta, state, None])
+    return LinearInputs._make([*(x[:, first:last] for x in inputs[:4]), beta, state, None, inputs.skip])
 
 
 @every_backend
 @every_form
-@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 def test_a_state_carried_over_calls_gives_the_results_of_one(backend: str, chunked: bool, rule: str) -> None:
     inputs = LinearCase(rule=rule, batch_size=2, seqlen=150, initial_state=True).tensors(torch.float32)
-    whole, last_state = call(inputs, chunked, backend)
+    whole, last_state = run_rule(inputs, rule, chunked, backend)
     state, outs = inputs.initial_state, []
     for first, last in ((0, 1), (1, 50), (50, 50), (50, 150)):
-        out, state = call(tokens_of(inputs, first, last, state), chunked, backend)
+        out, state = run_rule(tokens_of(inputs, first, last, state), rule, chunked, backend)
         outs.append(out)
     assert state is not None
     assert_close(torch.cat(outs, dim=1), whole, atol=1e-5, rtol=1e-5)
@@ -100,10 +76,12 @@ def test_a_state_carried_over_calls_gives_the_results_of_one(backend: str, chunk
 
 
 @every_backend
-@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 def test_chunks_and_tokens_agree(backend: str, rule: str) -> None:
     inputs = LinearCase(rule=rule, batch_size=2, seqlen=130, initial_state=True).tensors(torch.float32)
-    for chunks, tokens in zip(call(inputs, True, backend), call(inputs, False, backend), strict=True):
+    for chunks, tokens in zip(
+        run_rule(inputs, rule, True, backend), run_rule(inputs, rule, False, backend), strict=True
+    ):
         assert_close(chunks, tokens, atol=1e-5, rtol=1e-5)
 
 
@@ -113,11 +91,10 @@ def test_sequences_in_a_row_are_as_alone(backend: str, chunked: bool) -> None:
     inputs = LinearCase(seqlens=(30, 0, 71, 1), initial_state=True).tensors(torch.float32)
     assert inputs.initial_state is not None
     for dtype in (torch.int32, torch.int64):
-        out, states = call(
-            inputs._replace(cu_seqlens=torch.tensor([0, 30, 30, 101, 102], dtype=dtype)), chunked, backend
-        )
+        offsets = torch.tensor([0, 30, 30, 101, 102], dtype=dtype)
+        out, states = run_rule(inputs._replace(cu_seqlens=offsets), "delta", chunked, backend)
         for i, (first, last) in enumerate(((0, 30), (30, 30), (30, 101), (101, 102))):
-            alone = call(tokens_of(inputs, first, last, inputs.initial_state[i : i + 1]), chunked, backend)
+            alone = run_rule(tokens_of(inputs, first, last, inputs.initial_state[i : i + 1]), "delta", chunked, backend)
             assert_close(out[:, first:last], alone[0], atol=1e-6, rtol=1e-6)
             assert_close(states[i : i + 1], alone[1], atol=1e-6, rtol=1e-6)
 
@@ -127,9 +104,18 @@ def test_sequences_in_a_row_are_as_alone(backend: str, chunked: bool) -> None:
 def test_values_before_keys_in_states(backend: str, chunked: bool) -> None:
     inputs = LinearCase(headdim_v=32, initial_state=True).tensors(torch.float32)
     assert inputs.initial_state is not None
-    out, state = call(inputs, chunked, backend)
-    turned = inputs._replace(initial_state=inputs.initial_state.mT.contiguous())
-    out_turned, state_turned = call(turned, chunked, backend, state_v_first=True)
+    function = chunk_gated_delta_rule if chunked else recurrent_gated_delta_rule
+
+    def call(initial_state: Tensor, state_v_first: bool) -> tuple[Tensor, Tensor | None]:
+        return function(
+            *inputs[:4], inputs.beta, initial_state=initial_state, output_final_state=True,
+            state_v_first=state_v_first, backend=backend,
+        )  # fmt: skip
+
+    out, state = call(inputs.initial_state, False)
+    out_turned, state_turned = call(inputs.initial_state.mT.contiguous(), True)
+    assert state is not None
+    assert state_turned is not None
     assert state_turned.is_contiguous()
     assert torch.equal(out, out_turned)
     assert torch.equal(state, state_turned.mT)
@@ -137,12 +123,12 @@ def test_values_before_keys_in_states(backend: str, chunked: bool) -> None:
 
 @every_backend
 @every_form
-@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 def test_gates_of_minus_infinity_forget(backend: str, chunked: bool, rule: str) -> None:
     inputs = LinearCase(rule=rule, seqlen=100, initial_state=True).tensors(torch.float32)
     inputs.g[:, 60] = -torch.inf
-    out, state = call(inputs, chunked, backend)
-    fresh_out, fresh_state = call(tokens_of(inputs, 60, 100, None), chunked, backend)
+    out, state = run_rule(inputs, rule, chunked, backend)
+    fresh_out, fresh_state = run_rule(tokens_of(inputs, 60, 100, None), rule, chunked, backend)
     assert out.isfinite().all()
     assert_close(out[:, 60:], fresh_out, atol=1e-5, rtol=1e-5)
     assert_close(state, fresh_state, atol=1e-5, rtol=1e-5)
@@ -153,7 +139,7 @@ def test_gates_of_minus_infinity_forget(backend: str, chunked: bool, rule: str) 
 def test_inputs_are_not_written(backend: str, chunked: bool) -> None:
     inputs = LinearCase(initial_state=True).tensors(torch.float32)
     before = [None if x is None else x.clone() for x in inputs]
-    call(inputs, chunked, backend)
+    run_rule(inputs, "delta", chunked, backend)
     assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, before, strict=True) if y is not None)
 
 
@@ -166,7 +152,7 @@ def test_without_tokens_the_state_is_a_new_tensor(backend: str, chunked: bool, s
     as_operator = torch_ops.call(
         LINEAR_ATTENTION, inputs, LinearCase().options(chunked), backend
     )  # torch checks it, too
-    for out, state in (call(inputs, chunked, backend), as_operator):
+    for out, state in (run_rule(inputs, "delta", chunked, backend), as_operator):
         assert out.shape == inputs.v.shape
         assert state is not None
         assert torch.equal(state, inputs.initial_state)
@@ -179,7 +165,7 @@ def test_results_without_tokens_have_gradients() -> None:
     assert inputs.initial_state is not None
     inputs.v.requires_grad_()
     inputs.initial_state.requires_grad_()
-    out, state = call(inputs, True, "auto")
+    out, state = run_rule(inputs, "delta")
     (out.sum() + state.sum()).backward()
     assert inputs.v.grad is not None
     assert torch.equal(inputs.initial_state.grad, torch.ones_like(state))
@@ -187,7 +173,7 @@ def test_results_without_tokens_have_gradients() -> None:
 
 @slow
 @every_backend
-@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 def test_64k_tokens_are_right(backend: str, rule: str) -> None:
     case = LinearCase(rule=rule, seqlen=65536, nheads=1, nheads_k=1, headdim_k=16, headdim_v=16, gates=1e-3)
     problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))

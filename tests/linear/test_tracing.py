@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -13,33 +14,17 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastattention.linear import chunk_gated_delta_rule, chunk_gla, chunk_kda, recurrent_gla
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gla
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.reference import linear_attention
 from fastattention.linear.validation import prepare
-from fastattention.testing.linear import LinearCase
+from fastattention.testing.linear import LinearCase, run_rule
 
-RULES = pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+RULES = pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 
 
 def leaves(inputs: LinearInputs) -> list[Tensor]:
-    return [x for x in inputs[:6] if x is not None]
-
-
-def results(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
-    if inputs.beta is None:
-        out, state = chunk_gla(*inputs[:4], initial_state=inputs.initial_state, output_final_state=True)
-    else:
-        function = chunk_kda if inputs.g.dim() == 4 else chunk_gated_delta_rule
-        out, state = function(
-            *inputs[:4],
-            inputs.beta,
-            initial_state=inputs.initial_state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )
-    assert state is not None
-    return out, state
+    return [x for x in inputs if x is not None and x.is_floating_point()]
 
 
 def gradients(function: Any, inputs: LinearInputs, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -50,6 +35,7 @@ def gradients(function: Any, inputs: LinearInputs, tensors: list[Tensor]) -> tup
 
 @RULES
 def test_gradients_are_those_of_the_recurrence(rule: str) -> None:
+    results = functools.partial(run_rule, rule=rule)
     inputs = LinearCase(
         rule=rule, batch_size=2, seqlen=70, nheads=4, headdim_k=16, headdim_v=8, initial_state=True
     ).tensors(torch.float32)
@@ -64,6 +50,8 @@ def test_gradients_are_those_of_the_recurrence(rule: str) -> None:
 
 @RULES
 def test_compiled_calls_and_their_gradients_are_the_same(rule: str) -> None:
+    torch._dynamo.reset()  # it compiles one function for few rules only
+    results = functools.partial(run_rule, rule=rule)
     inputs = LinearCase(rule=rule, seqlen=20, headdim_k=8, headdim_v=8, initial_state=True).tensors(torch.float32)
     compiled = torch.compile(results, backend="aot_eager", fullgraph=True)
     for given, wanted in zip(compiled(inputs), results(inputs), strict=True):
@@ -105,6 +93,7 @@ def test_traced_calls_are_checked_when_they_run() -> None:
 
 @RULES
 def test_autocast_does_not_round_products(rule: str) -> None:
+    results = functools.partial(run_rule, rule=rule)
     inputs = LinearCase(rule=rule, seqlen=70, headdim_k=16, headdim_v=8, initial_state=True).tensors(torch.float32)
     for tensor in leaves(inputs):
         tensor.requires_grad_()
@@ -118,6 +107,7 @@ def test_autocast_does_not_round_products(rule: str) -> None:
 @RULES
 @pytest.mark.parametrize("traced", [False, True])
 def test_no_tokens_have_gradients_of_nothing(rule: str, traced: bool) -> None:
+    results = functools.partial(run_rule, rule=rule)
     inputs = LinearCase(rule=rule, seqlen=0, headdim_k=16, headdim_v=8, initial_state=True).tensors(torch.float32)
     for tensor in leaves(inputs):
         tensor.requires_grad_()
@@ -130,6 +120,7 @@ def test_no_tokens_have_gradients_of_nothing(rule: str, traced: bool) -> None:
 
 @RULES
 def test_forward_mode_follows_a_call(rule: str) -> None:
+    results = functools.partial(run_rule, rule=rule)
     inputs = LinearCase(rule=rule, seqlen=20, headdim_k=8, headdim_v=8).tensors(torch.float32)
     tangent = torch.linspace(-1, 1, inputs.v.numel()).reshape(inputs.v.shape)
     # Results are linear in v.

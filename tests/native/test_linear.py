@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from linear.cases import CASES
@@ -11,11 +9,10 @@ from linear.check import check
 from tiers import sampled
 
 from fastattention import set_num_threads
-from fastattention.linear import chunk_gated_delta_rule, chunk_gla
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.validation import prepare
-from fastattention.testing.linear import LinearCase
+from fastattention.testing.linear import LinearCase, run_rule
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 
@@ -35,14 +32,6 @@ def test_results_are_right(isa: str, case: LinearCase, chunked: bool, dtype: tor
     check(problem, inputs, LINEAR_BACKENDS.get("cpu").make_call(problem, inputs)(inputs))
 
 
-def results(case: LinearCase, dtype: torch.dtype) -> list[torch.Tensor]:
-    inputs = case.tensors(dtype)
-    arguments: dict[str, Any] = {"initial_state": inputs.initial_state, "output_final_state": True, "backend": "cpu"}
-    if inputs.beta is None:
-        return list(chunk_gla(*inputs[:4], **arguments))  # type: ignore[arg-type]
-    return list(chunk_gated_delta_rule(*inputs[:4], inputs.beta, use_qk_l2norm_in_kernel=True, **arguments))  # type: ignore[arg-type]
-
-
 @DTYPES
 @pytest.mark.parametrize("rule", ["delta", "key"])
 def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dtype: torch.dtype) -> None:
@@ -52,7 +41,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
     for num_threads in (1, 2, 16):
         set_num_threads(num_threads)
         try:
-            found.append(results(case, dtype))
+            found.append(run_rule(case.tensors(dtype), rule, backend="cpu"))
         finally:
             set_num_threads(None)
     for other in found[1:]:
@@ -61,7 +50,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
 
 @sampled
 @DTYPES
-@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 @pytest.mark.parametrize("seqlen", [47, 48, 49, 63, 64, 65, 95, 96, 97, 129])
 def test_any_length_around_a_chunk(isa: str, rule: str, seqlen: int, dtype: torch.dtype) -> None:
     case = LinearCase(rule, seqlen=seqlen, nheads=1, nheads_k=1, headdim_k=33, headdim_v=17, initial_state=True)

@@ -5,6 +5,7 @@ gates of tokens j+1 to i of a chunk, S the state before it, and everything per h
 
     delta rules             u_i = beta_i (v_i - a(i, -1) S^T k_i - sum_{j<i} a(i, j) (k_i . k_j) u_j)
     gated linear attention  u_i = v_i
+    state space duality     u_i = beta_i v_i
     all                     out_i = a(i, -1) S^T q_i + sum_{j<=i} a(i, j) (q_i . k_j) u_j
                             S' = a(last, -1) S + sum_j a(last, j) k_j u_j^T
 
@@ -72,6 +73,9 @@ def linear_attention(
     if not problem.gate_per_key:
         g = g.unsqueeze(-1)
     beta = None if inputs.beta is None else inputs.beta.to(dtype).transpose(1, 2)
+    skipped = 0.0 if inputs.skip is None else inputs.skip.to(dtype).unsqueeze(-1) * v
+    if beta is not None and not problem.delta_rule:
+        v, beta = beta.transpose(1, 2).unsqueeze(-1) * v, None
     tokens = _Tokens._make([*(tensor.transpose(1, 2) for tensor in (q, k, v, g)), beta])
     if inputs.initial_state is None:
         states = torch.zeros(problem.state_shape, dtype=dtype, device=problem.device)
@@ -87,7 +91,7 @@ def linear_attention(
         out, states = torch.cat([out for out, _ in parts], dim=2), torch.cat([state for _, state in parts])
     else:
         out, states = _nothing(tokens), states.clone()
-    out = out.transpose(1, 2).to(problem.dtype).contiguous()
+    out = (out.transpose(1, 2) + skipped).to(problem.dtype).contiguous()
     return LinearOutput(out, states.float().contiguous() if problem.returns_state else None)
 
 

@@ -56,6 +56,7 @@ def linear_params(problem: LinearProblem, inputs: LinearInputs) -> Params:
         headdim_k=problem.headdim_k,
         headdim_v=problem.headdim_v,
         gate_per_key=problem.gate_per_key,
+        overwrites=problem.delta_rule,
         l2norm=problem.l2norm,
         chunk=chunk_of(problem.dtype, load_library().isa) if problem.chunked else 0,
         num_threads=0,

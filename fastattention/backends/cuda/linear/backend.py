@@ -18,7 +18,7 @@ from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearProblem
 
-_RULES = ("gla", "gated_delta_rule")
+_RULES = ("gla", "gated_delta_rule", "ssd")
 _MOST_CTAS = 2**31 - 1  # CTAs of a launch
 
 

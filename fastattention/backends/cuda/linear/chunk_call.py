@@ -79,7 +79,7 @@ class ChunkedCall:
         (first,) = pointers(scratch)
         params = self._make(
             template,
-            *pointers(q, k, v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens, out, final_state),
+            *pointers(q, k, v, *inputs[3:], out, final_state),
             *(first + offset for offset in self._offsets),
         )
         for launch in self._launchers:

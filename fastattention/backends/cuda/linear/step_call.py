@@ -61,5 +61,6 @@ def step_template(problem: LinearProblem, inputs: LinearInputs, columns: int) ->
         g_format=GATE_FORMATS[problem.gate_dtype],
         beta_format=GATE_FORMATS[problem.beta_dtype],
         l2norm=problem.l2norm,
+        overwrites=problem.delta_rule,
         scale=problem.scale,
     )

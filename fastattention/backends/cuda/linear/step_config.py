@@ -21,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class StepConfig(Elements, Variant):
-    """One variant of kernels/step.cuh, for both rules and gates of every dtype."""
+    """One variant of kernels/step.cuh, for every rule with these gates, which may be of any dtype."""
 
     include_folders: ClassVar = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
     source: ClassVar[str] = "step.cuh"

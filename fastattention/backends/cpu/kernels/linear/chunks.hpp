@@ -44,7 +44,7 @@ struct LinearLayout {
         };
         const int64_t tokens = 2 * chunk;  // asking keys, then queries, as rows of one matrix
         // Gates of key dimensions are multiplied into keys and into asking keys, each in its own way.
-        const bool copies_keys = p.gate_per_key && p.beta != nullptr;
+        const bool copies_keys = p.gate_per_key && p.overwrites;
         // A tile of rows may extend past the last token.
         keys = take((tokens + (copies_keys ? chunk : 0) + kPartTileRows) * key_stride);
         asking = keys + (copies_keys ? chunk : 0) * key_stride;
@@ -142,7 +142,7 @@ private:
         state_ = states_ + h * l_.state_floats;
     }
 
-    bool is_delta() const { return p_.beta != nullptr; }
+    bool is_delta() const { return p_.overwrites; }
     float* held_queries() const { return held_ + l_.chunk * l_.value_stride; }
 
     // Tokens past the end of the sequence are zeros with gates of 1, which leave the state unchanged.

@@ -18,9 +18,10 @@ typedef struct FaLinearParams {
     const void* k;
     const void* v;  // (batch_size, seqlen, nheads, headdim_v)
     const void* g;  // (batch_size, seqlen, nheads), or (..., nheads, headdim_k) when gate_per_key
-    const void* beta;  // (batch_size, seqlen, nheads), or null: gated linear attention
+    const void* beta;  // (batch_size, seqlen, nheads), or null for ones
     const float* initial_state;  // (num_sequences, nheads, headdim_k, headdim_v), or null
     const int32_t* cu_seqlens;  // (num_sequences + 1), or null
+    const float* skip;  // (nheads), or null for zeros: how much of its value a token's output gets
     int64_t dtype, gate_dtype, beta_dtype;
     int64_t seqlen, num_sequences;  // seqlen: of each sequence, or of all together with cu_seqlens
     int64_t nheads, nheads_k, headdim_k, headdim_v;
@@ -31,6 +32,7 @@ typedef struct FaLinearParams {
     int64_t beta_stride_batch, beta_stride_row, beta_stride_head;
     int64_t state_stride_sequence, state_stride_head, state_stride_row;  // strides of initial_state
     int64_t gate_per_key, l2norm;
+    int64_t overwrites;  // a delta rule: tokens replace what the state holds for their keys
     int64_t chunk;  // tokens of a chunk, a multiple of the row and depth steps of products; 0: token by token
     int64_t num_threads;
     double scale;

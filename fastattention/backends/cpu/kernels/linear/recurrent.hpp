@@ -68,7 +68,7 @@ private:
                 state.to = tokens_.final_state(0);
                 state.to_stride = p_.headdim_v;
             }
-            if (p_.beta) find_rest(state, tokens_.beta(token));
+            if (p_.overwrites) find_rest(state, tokens_.beta(token));
             update(state);
             tokens_.write(token, out_);
             state.from = state.to;

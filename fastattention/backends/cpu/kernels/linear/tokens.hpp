@@ -3,6 +3,7 @@
 
 namespace FA_NAMESPACE {
 
+static constexpr int64_t kMostColumns = 256;  // of values; MAX_HEADDIM in fastattention/linear/validation.py
 static constexpr float kL2NormEpsilon = 1e-6f;  // as in fastattention/linear/reference.py
 
 // Converts n elements from index `at` on, whose dtype is known at run time, to float.
@@ -59,7 +60,13 @@ struct LinearTokens {
     void key(int64_t token, float* to, int64_t padded) const {
         load_row(key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), to, padded, 1.0f);
     }
-    void value(int64_t token, float* to, int64_t padded) const { widen_row(value_row(token), to, task.num_columns, padded); }
+    // The value; times beta, unless the delta rule multiplies by beta later.
+    void value(int64_t token, float* to, int64_t padded) const {
+        widen_row(value_row(token), to, task.num_columns, padded);
+        if (p.beta == nullptr || p.overwrites) return;
+        const Vec factor = broadcast(beta(token));
+        for (int64_t c = 0; c < padded; c += Vec::kWidth) store(to + c, load(to + c) * factor);
+    }
     // The gate of the head, if it has one for all key dimensions.
     float gate(int64_t token) const { return exp_of(float_of(p.g, p.gate_dtype, gate_at(token))); }
     // The gates of all key dimensions, padded with ones.
@@ -72,7 +79,16 @@ struct LinearTokens {
             p.beta, p.beta_dtype,
             task.batch * p.beta_stride_batch + (task.first_token + token) * p.beta_stride_row + head * p.beta_stride_head);
     }
-    void write(int64_t token, const float* from) const { narrow_row(from, out_row(token), task.num_columns); }
+    // Adds what skips the state to a row of results, whole vectors of it, and writes it.
+    void write(int64_t token, float* from) const {
+        if (p.skip) {
+            alignas(64) float value[kMostColumns];
+            widen_row(value_row(token), value, task.num_columns, round_up(task.num_columns, Vec::kWidth));
+            for (int64_t c = 0; c < task.num_columns; c += Vec::kWidth)
+                store(from + c, fma(broadcast(p.skip[head]), load(value + c), load(from + c)));
+        }
+        narrow_row(from, out_row(token), task.num_columns);
+    }
 
     // Prefetches the rows of a token of a head. Tokens are far apart, so hardware does not prefetch them in time. Inline,
     // because GCC drops the call of a function that only prefetches, as if it had no effect.

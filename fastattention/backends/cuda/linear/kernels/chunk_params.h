@@ -18,9 +18,10 @@ struct ChunkParams {
     const uint16_t* k;
     const uint16_t* v;
     const void* g;
-    const void* beta;
+    const void* beta;            // null for ones
     const float* initial_state;  // null for zeros
     const int32_t* cu_seqlens;   // null where sequences are rows of the batch
+    const float* skip;           // (nheads,), how much of its value an output gets; null for zeros
     uint16_t* out;               // contiguous
     float* final_state;          // contiguous, null if not needed
     uint16_t* scores;

@@ -1,7 +1,7 @@
 // Computes what does not depend on the state, for all chunks of tokens at once, with one gate per head. a(i, j) is the
 // product of the gates of tokens j+1 to i, and a(i, -1) of all tokens of the chunk up to i:
 //
-//     scores   scale a(i, j) (q_i . k_j)  for j <= i
+//     scores   scale a(i, j) (q_i . k_j)  for j <= i; without the delta rule times beta_j, with `skip` added where i = j
 //     inverse  (I + L)^-1 - I of the delta rule, where L is beta_i a(i, j) (k_i . k_j) for j < i
 //     factors  per token (FactorPlane), and a(last, -1)
 //
@@ -54,7 +54,7 @@ public:
     FA_DEVICE uint32_t product(int row, int column) const { return at_ + kProducts + row * kProductPitch + column * 4; }
     FA_DEVICE uint32_t gate(int token) const { return at_ + kGates + token * 4; }
     FA_DEVICE uint32_t beta(int token) const { return at_ + kBetas + token * 4; }
-    // The inverses of lengths of keys, then of queries.
+    // The factors of keys, then of queries: inverses of their lengths. Without the delta rule, betas are factors of keys.
     FA_DEVICE uint32_t length(int row) const { return at_ + kLengths + row * 4; }
     // Elements of L, and of its inverse.
     FA_DEVICE uint32_t system(int row, int column) const { return at_ + kProducts + row * kPitch + column * 4; }
@@ -96,7 +96,7 @@ public:
         if constexpr (Arch::kAsyncCopy) copy_async_wait<0>();
         cta_barrier();
         multiply_parts();
-        if (p_.normalizes) find_lengths();
+        if (kDeltaRule && p_.normalizes) find_lengths();
         cta_barrier();
         const bool has_queries = warp_index() < kRowGroups;
         const int group = warp_index() % kRowGroups;
@@ -146,7 +146,7 @@ private:
         const int64_t token = first_ + thread_index();
         const int64_t gates = sequence_.offset(p_.g_stride_batch, p_.g_stride_row, p_.g_stride_head, head_);
         bits.gate = read_bits(p_.g, gates + token * p_.g_stride_row, p_.gate_format);
-        if constexpr (kDeltaRule) {
+        if (p_.beta != nullptr) {
             const int64_t betas = sequence_.offset(p_.beta_stride_batch, p_.beta_stride_row, p_.beta_stride_head, head_);
             bits.beta = read_bits(p_.beta, betas + token * p_.beta_stride_row, p_.beta_format);
         }
@@ -159,8 +159,9 @@ private:
         if (token >= kChunk) return;
         const float gate = has_token() ? exp2_approximate(widen_bits(bits.gate, p_.gate_format) * kLog2E) : 1.0f;
         store_number(memory_.gate(token), gate);
-        store_number(memory_.beta(token), kDeltaRule && has_token() ? widen_bits(bits.beta, p_.beta_format) : 0.0f);
-        store_number(memory_.length(token), 1.0f);
+        const float beta = p_.beta == nullptr ? 1.0f : has_token() ? widen_bits(bits.beta, p_.beta_format) : 0.0f;
+        store_number(memory_.beta(token), beta);
+        store_number(memory_.length(token), kDeltaRule ? 1.0f : beta);
         store_number(memory_.length(kChunk + token), 1.0f);
     }
 
@@ -260,6 +261,7 @@ private:
         rows.load((has_queries ? memory_.queries() : memory_.keys()) + group * Arch::kStepRows * TokenCopy::kPitch);
         Arch::multiply_rows(products, rows, memory_.keys());
         warp_barrier();  // all lanes have read the rows
+        const float skip = p_.skip != nullptr ? p_.skip[head_] : 0.0f;
         int row[2];
         float factor[2];
 #pragma unroll
@@ -282,6 +284,7 @@ private:
                         float& product = products[0][n][i + 2 * which + j];
                         const float x = as_float(gates.word[j]) * factor[which] * as_float(keys.word[j]);
                         product = column + j > row[which] ? 0.0f : product * x;
+                        if (!kDeltaRule && column + j == row[which]) product += skip;
                     }
                 }
             }

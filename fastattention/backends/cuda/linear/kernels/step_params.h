@@ -11,9 +11,10 @@ struct StepParams {
     const void* k;
     const void* v;               // (batch_size, seqlen, nheads, headdim_v)
     const void* g;               // (batch_size, seqlen, nheads, headdim_k), or without its last axis
-    const void* beta;            // (batch_size, seqlen, nheads); null for gated linear attention
+    const void* beta;            // (batch_size, seqlen, nheads); null for ones
     const float* initial_state;  // (num_sequences, nheads, headdim_k, headdim_v); null for zeros
     const int32_t* cu_seqlens;   // (num_sequences + 1,); null when sequences are rows of the batch
+    const float* skip;           // (nheads,), how much of its value an output gets; null for zeros
     void* out;                   // like v, contiguous
     float* final_state;          // like initial_state, contiguous; null if not needed
 
@@ -31,6 +32,7 @@ struct StepParams {
     int32_t column_tiles;  // CTAs that share the columns of a head
     int32_t g_format, beta_format;  // see gate_format.h
     int32_t l2norm;
+    int32_t overwrites;  // the delta rule
     float scale;
 };
 

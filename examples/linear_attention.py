@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from fastattention.integrations.transformers import serve_gated_delta_rule
+from fastattention.integrations.transformers import serve_linear_attention
 
 PROMPT, NEW = 512, 32  # tokens
 CONFIG = Qwen3NextConfig(
@@ -46,7 +46,7 @@ def main() -> None:
     results = []
     print(f"{'':13} {f'prompt of {PROMPT} tokens':>21} {'each new token':>15}")
     for name, ours in (("fastattention", True), ("torch", False)):
-        serve_gated_delta_rule(ours)
+        serve_linear_attention(ours)
         generate(model, tokens, 2)  # warms up
         (prefill, _), (whole, generated) = generate(model, tokens, 1), generate(model, tokens, 1 + NEW)
         print(f"{name:13} {prefill:18.1f} ms {(whole - prefill) / NEW:12.1f} ms")

@@ -8,9 +8,10 @@ kind of layer: it knows offsets, cache sizes and padding. It returns a mask of m
 that these cannot express. The attention function (attention.py) runs once a layer, under this mask. cache.py has
 FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has MicroBatchedCache,
 a cache of two halves of a batch, and `overlapped`, under which both are computed at once. block_sparse.py has
-`sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. linear_attention.py has the
-gated delta rules of models such as Qwen3-Next. model_source.py inspects how the code of models computes attention.
-serving/ is the server. versions.py knows what Transformers has renamed, and warns of versions that are too old.
+`sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. linear_attention.py serves
+the linear layers of models such as Qwen3-Next and Bamba, by the functions of linear_layers.py. model_source.py inspects
+how the code of models computes attention. serving/ is the server. versions.py knows what Transformers has renamed, and
+warns of versions that are too old.
 docs/guides/transformers.md tells users what is covered, and at what cost.
 """
 
@@ -22,7 +23,7 @@ try:
     from fastattention.integrations.transformers.attention import fast_attention_forward
     from fastattention.integrations.transformers.block_sparse import PrefillLayer, sparse_prefill
     from fastattention.integrations.transformers.cache import FastAttentionCache
-    from fastattention.integrations.transformers.linear_attention import serve_gated_delta_rule
+    from fastattention.integrations.transformers.linear_attention import serve_linear_attention
     from fastattention.integrations.transformers.mask_function import fast_attention_mask
     from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
     from fastattention.integrations.transformers.model_source import refuse_tables
@@ -42,7 +43,7 @@ __all__ = [
     "fast_attention_mask",
     "overlapped",
     "register",
-    "serve_gated_delta_rule",
+    "serve_linear_attention",
     "sparse_prefill",
 ]
 
@@ -55,5 +56,5 @@ def register() -> None:
 
 
 register()
-serve_gated_delta_rule()
+serve_linear_attention()
 warn_of_old_version()

@@ -1,4 +1,4 @@
-"""Models of Transformers with gated delta rules compute the same by fastattention.linear as by torch's operations."""
+"""Models of Transformers with linear layers compute the same by fastattention.linear as by torch's operations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from transformers.integrations import hub_kernels
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastattention.errors import ArgumentError
-from fastattention.integrations.transformers import linear_attention, serve_gated_delta_rule
+from fastattention.integrations.transformers import linear_attention, linear_layers, serve_linear_attention
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from integrations.models import VOCABULARY, assert_same, greedy, padding_mask, prompts, sharpen
 
-NAMES = ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
+# One model of each rule is tested every time, the others with all tests.
+NAMES = [
+    *("qwen3_next", "kimi_linear", "bamba"),
+    *(pytest.param(name, marks=slow) for name in ("qwen3_5", "olmo_hybrid")),
+    *(pytest.param(name, marks=slow) for name in ("mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")),
+]
+RULES = ("gated_delta_rule", "kda", "ssd")
 LENGTH = 75  # more than a chunk of 64
 NUM_LINEAR = 2  # layers
 _SIZES: dict[str, Any] = {
@@ -39,6 +45,10 @@ _SIZES: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MAMBA = {
+    **{name: size for name, size in _SIZES.items() if name != "layer_types" and not name.startswith("linear_")},
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
+}  # fmt: skip
 _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_5": _SIZES,
@@ -49,6 +59,24 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **{name: size for name, size in _SIZES.items() if not name.startswith("linear_") and name != "head_dim"},
         "linear_head_dim": 24, "linear_num_heads": 3, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
         "v_head_dim": 16, "num_key_value_heads": 4, "mlp_layer_types": ["dense"] * 3,
+    },
+    # Mamba-2, with heads in groups.
+    "mamba2": {
+        **_MAMBA, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+        "shared_intermediate_size": 32,
+    },
+    "falcon_h1": {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128},
+    "nemotron_h": {
+        **_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "n_groups": 2, "ssm_state_size": 24,
+    },
+    "zamba2": {
+        **_MAMBA, "num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8,
+        "mamba_ngroups": 2, "num_key_value_heads": 4, "adapter_rank": 8,
     },
 }  # fmt: skip
 
@@ -69,7 +97,7 @@ def model_of(name: str) -> Any:
 
 
 class Calls(NamedTuple):
-    """Mocks that count calls of our functions of both rules, and compute."""
+    """Mocks that count calls of our functions of every rule, and compute."""
 
     chunk: list[Mock]
     recurrent: list[Mock]
@@ -83,9 +111,9 @@ class Calls(NamedTuple):
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls([], [])
     for kind, mocks in calls._asdict().items():
-        for rule in ("gated_delta_rule", "kda"):
-            mocks.append(Mock(wraps=getattr(linear_attention, f"{kind}_{rule}")))
-            monkeypatch.setattr(linear_attention, f"{kind}_{rule}", mocks[-1])
+        for rule in RULES:
+            mocks.append(Mock(wraps=getattr(linear_layers, f"{kind}_{rule}")))
+            monkeypatch.setattr(linear_layers, f"{kind}_{rule}", mocks[-1])
     return calls
 
 
@@ -94,17 +122,17 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Records warnings of Transformers and ours."""
     mock = Mock()
     monkeypatch.setattr(hub_kernels.logger, "warning_once", mock)
-    monkeypatch.setattr(linear_attention._log, "warning_once", mock)
+    monkeypatch.setattr(linear_layers._log, "warning_once", mock)
     return mock
 
 
 def by_torch(compute: Callable[[], Any]) -> Any:
     """The result of `compute` with torch's functions."""
-    serve_gated_delta_rule(False)
+    serve_linear_attention(False)
     try:
         return compute()
     finally:
-        serve_gated_delta_rule()
+        serve_linear_attention()
 
 
 def arguments(seqlen: int = 9, headdim: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
@@ -175,7 +203,9 @@ def test_a_training_step_has_the_loss_and_gradients_of_torch(name: str, calls: C
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid"])  # experts of Qwen3-Next are chosen: errors may leap
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "olmo_hybrid", "bamba"]
+)  # experts of Qwen3-Next are chosen: errors may leap
 def test_bfloat16_is_as_near_to_float32_as_torch(name: str) -> None:
     rounded = copy.deepcopy(model_of(name)).to(torch.bfloat16)
     exact = copy.deepcopy(rounded).float()
@@ -222,40 +252,106 @@ def test_a_compiled_model_calls_our_operator() -> None:
 # ---- whether modules are found
 
 
-def names_of_models() -> list[str]:
-    """Names of models whose code has the functions."""
+def names_of_models(function: str) -> list[str]:
+    """Names of models whose code has a function."""
     folder = Path(transformers.__file__).parent / "models"
-    return sorted(
-        path.parent.name
-        for path in folder.glob("*/modeling_*.py")
-        if "def torch_chunk_gated_delta_rule" in path.read_text()
-    )
+    return sorted(path.parent.name for path in folder.glob("*/modeling_*.py") if f"def {function}(" in path.read_text())
+
+
+def modeling_of(name: str) -> Any:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
 @slow
-@pytest.mark.parametrize("name", names_of_models())
+@pytest.mark.parametrize("name", names_of_models("torch_chunk_gated_delta_rule"))
 def test_every_model_with_gated_delta_rules_is_served(name: str, calls: Calls, warned: Mock) -> None:
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    modeling.torch_chunk_gated_delta_rule(**arguments())
-    modeling.torch_recurrent_gated_delta_rule(**arguments())
+    modeling_of(name).torch_chunk_gated_delta_rule(**arguments())
+    modeling_of(name).torch_recurrent_gated_delta_rule(**arguments())
     assert calls.counts == (1, 1)
     assert not warned.called
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "glm5_next"])
+@pytest.mark.parametrize("name", names_of_models("chunk_kimi_delta_attention"))
 def test_every_model_with_kimi_delta_attention_is_served(name: str, calls: Calls, warned: Mock) -> None:
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     given = arguments()
     given |= {name: given[name].repeat_interleave(2, dim=2) for name in ("query", "key")}
     given["g"] = given["g"][..., None].expand(-1, -1, -1, 8)
     ours = (
-        modeling.chunk_kimi_delta_attention(**given),
-        modeling.recurrent_kimi_delta_attention(initial_state=None, **given),
+        modeling_of(name).chunk_kimi_delta_attention(**given),
+        modeling_of(name).recurrent_kimi_delta_attention(initial_state=None, **given),
     )
     assert calls.counts == (1, 1)
     assert not warned.called
     for one, other in zip(*ours, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def arguments_of_mamba(seqlen: int = 70) -> dict[str, Any]:
+    """Arguments of a prompt of Mamba-2, as models give them: 4 heads of 8 in 2 groups, states of 6."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "hidden_states": normal(2, seqlen, 4, 8), "dt": normal(2, seqlen, 4), "A": -normal(4).exp(),
+        "B": normal(2, seqlen, 2, 6), "C": normal(2, seqlen, 2, 6), "chunk_size": 32, "D": normal(4), "z": None,
+        "return_final_states": True, "dt_bias": normal(4), "dt_softplus": True, "initial_states": normal(2, 4, 8, 6),
+        "dt_limit": (0.1, 2.0),
+    }  # fmt: skip
+
+
+def token_of_mamba(**changed: Any) -> dict[str, Any]:
+    """The arguments of a token, and a copy of the state. Everything of a head is repeated, as models do."""
+    given = arguments_of_mamba(1)
+    return {
+        "state": given["initial_states"].clone(), "hidden_states": given["hidden_states"][:, 0],
+        "dt": given["dt"].transpose(1, 2).expand(-1, -1, 8), "A": given["A"][:, None, None].expand(-1, 8, 6),
+        "B": given["B"][:, 0], "C": given["C"][:, 0], "D": given["D"][:, None].expand(-1, 8), "z": None,
+        "dt_bias": given["dt_bias"][:, None].expand(-1, 8), "dt_softplus": True,
+    } | changed  # fmt: skip
+
+
+@pytest.mark.parametrize("name", names_of_models("mamba2_chunk_scan"))
+def test_every_model_with_mamba_2_is_served(name: str, calls: Calls, warned: Mock) -> None:
+    modeling, given = modeling_of(name), arguments_of_mamba()
+    token, of_torch = (token_of_mamba(z=torch.linspace(-2, 2, 64).reshape(2, 4, 8)) for _ in range(2))
+    ours = *modeling.mamba2_chunk_scan(**given), modeling.mamba2_selective_state_update(**token), token["state"]
+    assert calls.counts == (1, 1)
+    assert not warned.called
+    prompt = by_torch(lambda: modeling.mamba2_chunk_scan(**given))
+    wanted = *prompt, by_torch(lambda: modeling.mamba2_selective_state_update(**of_torch)), of_torch["state"]
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dt": torch.rand(2, 4, 8)}, "leaves Mamba-2 to the model itself: dt differs within a head"),
+        ({"A": -torch.rand(4, 8, 6)}, "A differs within a head"),
+        ({"hidden_states": torch.rand(2, 4, 8).half()}, "hidden_states, B and C are torch.float16, torch.float32"),
+    ],
+    ids=["dt", "A", "mixed"],
+)
+def test_a_token_of_mamba_2_that_is_refused_is_computed_by_the_model(
+    changed: dict[str, Any], reason: str, calls: Calls, warned: Mock
+) -> None:
+    given, of_torch = token_of_mamba(**changed), token_of_mamba(**changed)
+    out = modeling_of("bamba").mamba2_selective_state_update(**given)
+    assert calls.counts == (0, 0)
+    assert any(reason in call.args[0] for call in warned.call_args_list)
+    assert torch.equal(out, by_torch(lambda: modeling_of("bamba").mamba2_selective_state_update(**of_torch)))
+    assert torch.equal(given["state"], of_torch["state"])
+
+
+def test_states_of_mamba_2_stay_as_kernels_read_them() -> None:
+    """A cache copies a state of the same memory layout, so kernels read and write it without another copy."""
+    model, ids = model_of("bamba"), prompts(length=9)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids[:, :1], **{CACHE_ARGUMENT: cache})
+    assert cache.get_recurrent_state(0).mT.is_contiguous()
 
 
 def another_copy(name: str) -> ModuleType:
@@ -286,7 +382,7 @@ def test_the_order_of_imports_does_not_matter(
             assert calls.counts == (0, 0)
             assert "falling back" in warned.call_args.args[0]
             warned.reset_mock()
-            serve_gated_delta_rule()
+            serve_linear_attention()
         module.torch_chunk_gated_delta_rule(**arguments())
         module.torch_recurrent_gated_delta_rule(**arguments())
     finally:
@@ -297,7 +393,7 @@ def test_the_order_of_imports_does_not_matter(
 
 def test_repeated_calls_wrap_once() -> None:
     before = modeling_qwen3_next.torch_chunk_gated_delta_rule, hub_kernels.use_kernel_func_from_hub_with_fallback
-    serve_gated_delta_rule()
+    serve_linear_attention()
     after = modeling_qwen3_next.torch_chunk_gated_delta_rule, hub_kernels.use_kernel_func_from_hub_with_fallback
     assert before == after
 
@@ -305,7 +401,7 @@ def test_repeated_calls_wrap_once() -> None:
 def test_functions_of_others_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(torch_chunk_gated_delta_rule=arguments)
     monkeypatch.setitem(sys.modules, "a_model_of_a_user", module)
-    serve_gated_delta_rule()
+    serve_linear_attention()
     assert module.torch_chunk_gated_delta_rule is arguments
 
 
@@ -346,7 +442,7 @@ def test_functions_that_kernels_made_modules_are_served(
         layer = as_kernels_do(lambda query, *_, **__: query)
         monkeypatch.setitem(sys.modules, "a_module", SimpleNamespace(torch_chunk_gated_delta_rule=layer))
         for _ in range(2):
-            serve_gated_delta_rule()
+            serve_linear_attention()
     given = arguments()
     assert layer(**given)[0].shape == given["value"].shape
     assert calls.counts == (1, 0)
@@ -360,7 +456,7 @@ def test_a_transformers_without_the_decorator_is_told(monkeypatch: pytest.Monkey
     monkeypatch.delattr(hub_kernels, "use_kernel_func_from_hub_with_fallback")
     warning = Mock()
     monkeypatch.setattr(linear_attention._log, "warning", warning)
-    serve_gated_delta_rule()
+    serve_linear_attention()
     assert "has no use_kernel_func_from_hub_with_fallback" in warning.call_args.args[0]
 
 
@@ -402,7 +498,7 @@ def test_what_is_refused_is_computed_by_the_model_with_a_warning(
 
 def test_a_reason_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
     given = arguments(headdim=301)
-    with caplog.at_level(logging.WARNING, logger=linear_attention.__name__):
+    with caplog.at_level(logging.WARNING, logger=linear_layers.__name__):
         for _ in range(2):
             modeling_qwen3_next.torch_chunk_gated_delta_rule(**given)
     assert sum("head dimension is 301" in record.message for record in caplog.records) == 1

@@ -15,7 +15,7 @@ from fastattention.linear.validation import LinearOptions, as_backends_read, che
 
 
 class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, LinearInputs, LinearOutput, LinearBackend]):
-    """Every rule, in chunks and token by token. Gradients come from operations of torch."""
+    """Every rule, in chunks and token by token."""
 
     name = "linear_attention"
     registry = LINEAR_BACKENDS
@@ -46,6 +46,9 @@ class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, Linea
             return given
 
         return check
+
+    def scalars_of(self, problem: LinearProblem) -> LinearOptions:
+        return LinearOptions(problem.rule, problem.chunked, problem.scale, problem.l2norm, problem.returns_state)
 
     def result_shapes(
         self, given: LinearInputs, options: LinearOptions, differentiated: bool

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fastattention.backends.torch.linear import linear_attention as chunks_of_torch
 from fastattention.backends.torch.linear import sums_between
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import RULES, LinearInputs, LinearOutput, LinearProblem
@@ -121,12 +122,38 @@ def expected_linear(problem: LinearProblem, inputs: LinearInputs) -> Expected:
     Sums of a few tokens are exact in torch by chance: two roundings of the largest value are always allowed.
     """
     exact, usual = (linear_results(one(problem, inputs)) for one in (linear_attention, same_precision))
-    epsilon = torch.finfo(problem.dtype).eps
+    return _expected(problem, exact, usual, 2)
+
+
+def _expected(problem: LinearProblem, exact: Results, usual: Results, roundings: int) -> Expected:
+    """roundings: of the largest value, which are always allowed."""
+    floor = roundings * torch.finfo(problem.dtype).eps
     return Expected(
         exact,
         {name: error_of(name, usual[name], right) for name, right in exact.items()},
-        {name: 2 * epsilon * largest(right) for name, right in exact.items()},
+        {name: floor * largest(right) for name, right in exact.items()},
     )
+
+
+def expected_gradients(problem: LinearProblem, inputs: LinearInputs) -> Expected:
+    """What the gradients of `linear_gradients` must be, as `expected_linear` says it of results."""
+    exact_problem = replace(problem, dtype=torch.float64)
+    # Chunks in float64, as the recurrence would take a hundred times as long. A test compares the two.
+    exact = linear_gradients(lambda x: chunks_of_torch(exact_problem, x, 16, torch.float64), inputs)
+    usual = linear_gradients(lambda x: same_precision(problem, x), inputs)
+    return _expected(problem, exact, usual, 4)
+
+
+def linear_gradients(compute: Callable[[LinearInputs], LinearOutput], inputs: LinearInputs) -> Results:
+    """The gradient of every tensor with one, for random gradients of results."""
+    tensors = {name: x for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()}
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    results = [x for x in compute(inputs._replace(**leaves)) if x is not None and x.requires_grad]
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu") for x in results]
+    given = [weight.to(x.device, inputs.q.dtype).to(x.dtype) for weight, x in zip(weights, results, strict=True)]
+    found = torch.autograd.grad(results, list(leaves.values()), given, allow_unused=True, materialize_grads=True)
+    return {f"gradient of {name}": grad for name, grad in zip(leaves, found, strict=True)}
 
 
 def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
@@ -146,11 +173,11 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
         g = g.unsqueeze(-1)
     beta = None if inputs.beta is None else inputs.beta.float().unsqueeze(-1)
     chunk = 64 if problem.chunked else 1
-    out = torch.zeros(problem.out_shape, dtype=problem.dtype, device=problem.device)
-    states = torch.zeros(problem.state_shape, dtype=torch.float32, device=problem.device)
-    if inputs.initial_state is not None:
-        states = inputs.initial_state.clone()
-    for sequence, (batch, first, last) in enumerate(spans(problem, inputs.cu_seqlens)):
+    outs, last_states = [], []
+    states = inputs.initial_state
+    if states is None:
+        states = torch.zeros(problem.state_shape, dtype=torch.float32, device=problem.device)
+    for last_state, (batch, first, last) in zip(states, spans(problem, inputs.cu_seqlens), strict=True):
         for begin in range(first, last, chunk):
             part = slice(begin, min(begin + chunk, last))
             queries, keys, values, gates = (
@@ -158,7 +185,7 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
             )  # (nheads, tokens, ...)
             between = sums_between(gates.unsqueeze(0))[0].exp()  # (nheads, tokens, tokens, headdim_k or 1)
             since = gates.cumsum(dim=1).exp()
-            state, update = rounded(states[sequence]), values
+            state, update = rounded(last_state), values
             between = between.expand(*between.shape[:3], keys.shape[-1])
             held = rounded(keys * since) @ state if problem.gate_per_key else since * (keys @ state)
             learned = None if beta is None else beta[batch, part].transpose(0, 1)
@@ -172,8 +199,11 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
             result = rounded(queries * since) @ state + rounded(scores) @ rounded(update)
             if inputs.skip is not None:
                 result = result + inputs.skip[:, None, None] * values
-            out[batch, part] = result.transpose(0, 1).to(problem.dtype)
+            outs.append(result.transpose(0, 1).to(problem.dtype))
             carried = rounded(keys * between[:, -1]) if problem.gate_per_key else keys
             update = update if problem.gate_per_key else update * between[:, -1, :, :1]
-            states[sequence] = since[:, -1].unsqueeze(-1) * states[sequence] + carried.mT @ rounded(update)
+            last_state = since[:, -1].unsqueeze(-1) * last_state + carried.mT @ rounded(update)
+        last_states.append(last_state)
+    out = torch.cat(outs).reshape(problem.out_shape) if outs else torch.zeros_like(inputs.v)
+    states = torch.stack(last_states) if last_states else states
     return LinearOutput(out, states if problem.returns_state else None)

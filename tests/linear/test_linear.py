@@ -19,7 +19,7 @@ from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase, run_rule
 from linear.cases import CASES
-from linear.check import check
+from linear.check import check, check_gradients
 
 BACKENDS = [name for name in LINEAR_BACKENDS.order if LINEAR_BACKENDS.get(name).why_unavailable() is None]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -39,6 +39,14 @@ def test_linear_attention_is_right(backend: str, case: LinearCase, chunked: bool
     if reason := engine.why_not(problem):
         pytest.skip(reason)
     check(problem, inputs, engine.make_call(problem, inputs)(inputs))
+
+
+@sampled
+@every_backend
+@every_form
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_are_right(backend: str, case: LinearCase, chunked: bool) -> None:
+    check_gradients(case, torch.float32, chunked, backend)
 
 
 @pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
@@ -132,6 +140,22 @@ def test_gates_of_minus_infinity_forget(backend: str, chunked: bool, rule: str) 
     assert out.isfinite().all()
     assert_close(out[:, 60:], fresh_out, atol=1e-5, rtol=1e-5)
     assert_close(state, fresh_state, atol=1e-5, rtol=1e-5)
+
+
+@every_form
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
+@pytest.mark.parametrize("name", ["k", "v", "g", "beta"])
+def test_a_nan_reaches_no_earlier_token_on_a_cpu(chunked: bool, rule: str, name: str) -> None:
+    inputs = LinearCase(rule=rule, seqlen=100).tensors(torch.float32)
+    tensor = getattr(inputs, name)
+    if tensor is None:
+        pytest.skip(f"{rule} has no {name}")
+    wanted, _ = run_rule(inputs, rule, chunked, "cpu")
+    tensor[:, 70:72] = torch.nan
+    out, _ = run_rule(inputs, rule, chunked, "cpu")
+    assert torch.equal(out[:, :48], wanted[:, :48])
+    assert_close(out[:, :70], wanted[:, :70], atol=1e-5, rtol=1e-5)
+    assert out[:, 70:].isnan().any(dim=-1).all()
 
 
 @every_backend

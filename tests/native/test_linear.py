@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from linear.cases import CASES
-from linear.check import check
+from linear.check import check, check_gradients
 from tiers import sampled
 
 from fastattention import set_num_threads
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.validation import prepare
-from fastattention.testing.linear import LinearCase, run_rule
+from fastattention.testing.linear import LinearCase, linear_gradients, run_rule
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 
@@ -32,16 +32,24 @@ def test_results_are_right(isa: str, case: LinearCase, chunked: bool, dtype: tor
     check(problem, inputs, LINEAR_BACKENDS.get("cpu").make_call(problem, inputs)(inputs))
 
 
+@sampled
+@DTYPES
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_are_right(isa: str, case: LinearCase, dtype: torch.dtype) -> None:
+    check_gradients(case, dtype, True, "cpu")
+
+
 @DTYPES
 @pytest.mark.parametrize("rule", ["delta", "key"])
 def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dtype: torch.dtype) -> None:
     """The number decides how many columns of values a task has."""
     case = LinearCase(rule, seqlen=200, nheads=3, nheads_k=1, headdim_k=72, headdim_v=200, initial_state=True)
-    found = []
+    found, options = [], case.options(chunked=True)
     for num_threads in (1, 2, 16):
         set_num_threads(num_threads)
         try:
-            found.append(run_rule(case.tensors(dtype), rule, backend="cpu"))
+            grads = linear_gradients(lambda x: LINEAR_ATTENTION(x, options, "cpu"), case.tensors(dtype))
+            found.append([*run_rule(case.tensors(dtype), rule, backend="cpu"), *grads.values()])
         finally:
             set_num_threads(None)
     for other in found[1:]:

@@ -65,6 +65,11 @@ class Library:
             self._functions.fastattention_linear, self._isa_index
         )
 
+        # Computes its gradients. Takes the address of an FaLinearGradients before the number of threads.
+        self.linear_backward: Callable[[int, bytes, int, int], int] = functools.partial(
+            self._functions.fastattention_linear_backward, self._isa_index
+        )
+
     def _check_version(self) -> None:
         abi = self._functions.fastattention_abi_version()
         found = {name: self._functions.fastattention_sizeof(name.encode()) for name in STRUCTS}
@@ -86,6 +91,7 @@ class Library:
             "fastattention_forward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_backward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64)),
             "fastattention_linear": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
+            "fastattention_linear_backward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),

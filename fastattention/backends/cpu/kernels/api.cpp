@@ -45,6 +45,7 @@ FA_EXPORT int64_t fastattention_sizeof(const char* name) {
     if (wanted == "FaAttentionParams") return sizeof(FaAttentionParams);
     if (wanted == "FaGradients") return sizeof(FaGradients);
     if (wanted == "FaLinearParams") return sizeof(FaLinearParams);
+    if (wanted == "FaLinearGradients") return sizeof(FaLinearGradients);
     return 0;
 }
 
@@ -73,6 +74,13 @@ FA_EXPORT int64_t fastattention_linear(int64_t isa, const FaLinearParams* shared
                                        int64_t num_threads) {
     const FaLinearParams params = with_addresses(*shared, addresses, num_threads);
     return linear(kernels_of(isa).linear, params) ? 0 : 1;
+}
+
+// Computes the gradients of a call, given `shared` and `addresses` of its forward. Returns as fastattention_linear does.
+FA_EXPORT int64_t fastattention_linear_backward(int64_t isa, const FaLinearParams* shared, const void* addresses,
+                                                const FaLinearGradients* gradients, int64_t num_threads) {
+    const FaLinearParams params = with_addresses(*shared, addresses, num_threads);
+    return linear_backward(kernels_of(isa).linear, params, *gradients) ? 0 : 1;
 }
 
 // Prepares a call with a dense cache and lse, to be run later; null if memory ran out. fastattention_release frees it.

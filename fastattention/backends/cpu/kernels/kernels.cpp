@@ -27,7 +27,13 @@ using namespace fastattention;
 #include "common/peaks.hpp"
 
 #include "linear/tokens.hpp"
+#include "linear/chunk_layout.hpp"
+#include "linear/chunk_products.hpp"
 #include "linear/chunks.hpp"
+#include "linear/gradient_layout.hpp"
+#include "linear/gradients.hpp"
+#include "linear/head_gate_gradients.hpp"
+#include "linear/key_gate_gradients.hpp"
 #include "linear/recurrent.hpp"
 
 #include "attention/scores.hpp"
@@ -266,6 +272,20 @@ static int64_t linear_scratch_of(const FaLinearParams& params, int64_t num_colum
     });
 }
 
+static void linear_backward_of(const FaLinearParams& params, const FaLinearGradients& gradients, const LinearTask& task,
+                               int64_t part, float* scratch) {
+    const FlushDenormals flush;
+    with_path_of(params.dtype, [&](auto path) {
+        using Path = decltype(path);
+        LinearGradients<typename Path::Element, typename Path::Unit>(params, gradients, task, part, scratch).run();
+    });
+}
+
+static int64_t linear_backward_scratch_of(const FaLinearParams& params, int64_t num_tokens) {
+    return with_path_of(params.dtype,
+                        [&](auto path) { return GradientLayout<typename decltype(path)::Unit>(params, num_tokens).total; });
+}
+
 #define FA_STRING(name) #name
 #define FA_NAME_OF(name) FA_STRING(name)
 
@@ -285,7 +305,7 @@ const Kernels kernels = {
 #endif
     {panel_geometry_of, key_mean_of, pack_panel_of, prefill_tile_of, split_stride_of, decode_splits_of, decode_latent_of,
      latent_scratch_of, decode_merge_of, append_token_of, backward_geometry_of, pack_rows_of, backward_chunk_of},
-    {linear_of, linear_scratch_of},
+    {linear_of, linear_scratch_of, linear_backward_of, linear_backward_scratch_of},
     fma_loop,
 #ifdef FA_HAS_BF16_DOT
     bf16_dot_loop,

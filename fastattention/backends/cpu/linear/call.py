@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import (
@@ -16,17 +18,21 @@ from fastattention.backends.common.layout import (
 )
 from fastattention.backends.cpu.headers import DTYPE_CODES, STRUCTS, pointer_packer
 from fastattention.backends.cpu.library import load_library
-from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+from fastattention.linear.problem import LinearGradients, LinearInputs, LinearOutput, LinearProblem
 from fastattention.threads import get_num_threads
 
 CpuLinearParams = STRUCTS["FaLinearParams"]
+GradientParams = STRUCTS["FaLinearGradients"]
+_MOST_PARTS = 8  # of the heads that share a key head: each sums its gradients of queries and keys
 
 
 class CpuLinearCall:
     """Linear attention of tensors with the strides of `inputs`. Any number of threads may call it at a time."""
 
     def __init__(self, problem: LinearProblem, inputs: LinearInputs) -> None:
-        self._params = linear_params(problem, inputs)
+        self._params = linear_params(
+            problem, inputs, chunk_of(problem.dtype, load_library().isa) if problem.chunked else 0
+        )
         self._params_at = ctypes.addressof(self._params)
         self._pack = pointer_packer(CpuLinearParams, "out", "final_state", *LinearInputs._fields)
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
@@ -43,8 +49,46 @@ class CpuLinearCall:
         return LinearOutput(out, state)
 
 
-def linear_params(problem: LinearProblem, inputs: LinearInputs) -> Params:
-    """The arguments of calls with tensors of these strides, without addresses and the number of threads."""
+def linear_gradients(problem: LinearProblem, inputs: LinearInputs, grads: LinearGradients) -> Mapping[str, Tensor]:
+    """Gradients of the tensors in `problem.grads`, in one call of the native library, in chunks."""
+    params = linear_params(problem, inputs, chunk_of(problem.dtype, load_library().isa))
+    heads_of_part = -(-problem.group_size // _MOST_PARTS)
+    num_parts = -(-problem.group_size // heads_of_part)
+
+    def floats(*shape: int) -> Tensor:
+        return inputs.q.new_empty(shape, dtype=torch.float32)
+
+    found = {
+        "q": floats(num_parts, *inputs.q.shape),
+        "k": floats(num_parts, *inputs.k.shape),
+        "v": inputs.v.new_empty(problem.out_shape),
+        "g": floats(*inputs.g.shape),
+    }
+    if inputs.beta is not None:
+        found["beta"] = floats(*inputs.beta.shape)
+    if inputs.initial_state is not None:
+        found["initial_state"] = floats(*problem.state_shape)
+    if inputs.skip is not None:
+        found["skip"] = floats(problem.num_sequences, problem.nheads)
+    addresses = pointer_packer(CpuLinearParams, *LinearInputs._fields)(*pointers(*inputs))
+    dout, dfinal_state = pointers(*grads)
+    filled = dict(zip([f"d{name}" for name in found], pointers(*found.values()), strict=True))
+    gradients = GradientParams.make(
+        GradientParams.template(num_parts=num_parts), dout=dout, dfinal_state=dfinal_state, **filled
+    )
+    if load_library().linear_backward(
+        ctypes.addressof(params), addresses, ctypes.addressof(gradients), get_num_threads()
+    ):
+        raise MemoryError("fastattention could not get working memory for gradients of linear attention")
+    summed = {name: tensor.sum(0) if name in ("q", "k", "skip") else tensor for name, tensor in found.items()}
+    return {name: summed[name].to(getattr(inputs, name).dtype) for name in problem.grads}
+
+
+def linear_params(problem: LinearProblem, inputs: LinearInputs, chunk: int) -> Params:
+    """The arguments of calls with tensors of these strides, without addresses and the number of threads.
+
+    chunk: tokens of a chunk; 0: token by token
+    """
     template = CpuLinearParams.template(
         dtype=DTYPE_CODES[problem.dtype],
         gate_dtype=DTYPE_CODES[problem.gate_dtype],
@@ -58,7 +102,7 @@ def linear_params(problem: LinearProblem, inputs: LinearInputs) -> Params:
         gate_per_key=problem.gate_per_key,
         overwrites=problem.delta_rule,
         l2norm=problem.l2norm,
-        chunk=chunk_of(problem.dtype, load_library().isa) if problem.chunked else 0,
+        chunk=chunk,
         num_threads=0,
         scale=problem.scale,
         **named_strides("q", token_strides(inputs.q)),

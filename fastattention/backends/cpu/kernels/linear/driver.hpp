@@ -5,7 +5,8 @@
 
 namespace fastattention {
 
-// Returns false if there is no working memory, and throws nothing.
+// Both return false if there is no working memory, and throw nothing.
 bool linear(const LinearKernels& kernels, const FaLinearParams& params);
+bool linear_backward(const LinearKernels& kernels, const FaLinearParams& params, const FaLinearGradients& gradients);
 
 }  // namespace fastattention

@@ -21,6 +21,11 @@ struct LinearKernels {
     // Computes a task, with working memory of scratch() floats.
     void (*run)(const FaLinearParams& params, const LinearTask& task, float* scratch);
     int64_t (*scratch)(const FaLinearParams& params, int64_t num_columns, int64_t num_heads);
+    // Computes the gradients of a task with all columns, with working memory of backward_scratch() floats. part: of the heads
+    // that share a key head.
+    void (*backward)(const FaLinearParams& params, const FaLinearGradients& gradients, const LinearTask& task, int64_t part,
+                     float* scratch);
+    int64_t (*backward_scratch)(const FaLinearParams& params, int64_t num_tokens);
 };
 
 }  // namespace fastattention

@@ -39,15 +39,21 @@ int64_t columns_of_task(const FaLinearParams& p) {
     return divide_up(divide_up(p.headdim_v, slices), kColumns) * kColumns;
 }
 
+// A task with the tokens of a sequence.
+LinearTask task_of_sequence(const FaLinearParams& p, int64_t sequence) {
+    LinearTask task{sequence, 0, 0, p.cu_seqlens ? 0 : sequence, 0, p.seqlen, 0, p.headdim_v};
+    if (p.cu_seqlens) {
+        task.first_token = p.cu_seqlens[sequence];
+        task.num_tokens = p.cu_seqlens[sequence + 1] - task.first_token;
+    }
+    return task;
+}
+
 std::vector<LinearTask> tasks_of(const FaLinearParams& p) {
     const int64_t columns = columns_of_task(p), heads = heads_of_task(p);
     std::vector<LinearTask> tasks;
     for (int64_t sequence = 0; sequence < p.num_sequences; ++sequence) {
-        LinearTask task{sequence, 0, 0, p.cu_seqlens ? 0 : sequence, 0, p.seqlen, 0, 0};
-        if (p.cu_seqlens) {
-            task.first_token = p.cu_seqlens[sequence];
-            task.num_tokens = p.cu_seqlens[sequence + 1] - task.first_token;
-        }
+        LinearTask task = task_of_sequence(p, sequence);
         for (task.head = 0; task.head < p.nheads; task.head += heads) {
             task.num_heads = std::min(heads, p.nheads - task.head);
             for (task.first_column = 0; task.first_column < p.headdim_v; task.first_column += columns) {
@@ -78,6 +84,44 @@ bool linear(const LinearKernels& kernels, const FaLinearParams& p) {
         float* working = reinterpret_cast<float*>(arena.data());
         parallel_for(static_cast<int64_t>(tasks.size()), threads,
                      [&](int64_t index, int slot) { kernels.run(p, tasks[index], working + slot * scratch); });
+        return true;
+    } catch (const std::exception&) {  // no memory for the list; tasks throw nothing
+        return false;
+    }
+}
+
+bool linear_backward(const LinearKernels& kernels, const FaLinearParams& p, const FaLinearGradients& gradients) {
+    try {
+        struct PartOfHeads {
+            LinearTask task;
+            int64_t part;
+        };
+        std::vector<PartOfHeads> tasks;
+        const int64_t group = p.nheads / p.nheads_k, heads = divide_up(group, gradients.num_parts);
+        int64_t longest = 0;
+        double work = 0.0;
+        for (int64_t sequence = 0; sequence < p.num_sequences; ++sequence) {
+            LinearTask task = task_of_sequence(p, sequence);
+            longest = std::max(longest, task.num_tokens);
+            work += static_cast<double>(task.num_tokens) * p.nheads * p.headdim_k * p.headdim_v;
+            for (int64_t first = 0; first < p.nheads; first += group)
+                for (int64_t part = 0; part < gradients.num_parts; ++part) {
+                    task.head = first + std::min(part * heads, group);
+                    task.num_heads = std::min(heads, first + group - task.head);
+                    tasks.push_back({task, part});
+                }
+        }
+        std::stable_sort(tasks.begin(), tasks.end(),
+                         [](const PartOfHeads& a, const PartOfHeads& b) { return a.task.num_tokens > b.task.num_tokens; });
+        const int64_t num_tasks = static_cast<int64_t>(tasks.size());
+        const int threads = work < kSerialWork ? 1 : static_cast<int>(std::min(p.num_threads, num_tasks));
+        const int64_t scratch = divide_up(kernels.backward_scratch(p, longest), kCacheLineFloats) * kCacheLineFloats;
+        Arena arena(scratch * threads * sizeof(float));
+        if (arena.data() == nullptr) return false;
+        float* working = reinterpret_cast<float*>(arena.data());
+        parallel_for(num_tasks, threads, [&](int64_t index, int slot) {
+            kernels.backward(p, gradients, tasks[index].task, tasks[index].part, working + slot * scratch);
+        });
         return true;
     } catch (const std::exception&) {  // no memory for the list; tasks throw nothing
         return false;

@@ -60,9 +60,19 @@ struct LinearTokens {
     void key(int64_t token, float* to, int64_t padded) const {
         load_row(key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), to, padded, 1.0f);
     }
+    // Rows as they are given, padded with zeros.
+    void query_as_given(int64_t token, float* to, int64_t padded) const {
+        widen_row(key_row(p.q, p.q_stride_batch, p.q_stride_row, p.q_stride_head, token), to, p.headdim_k, padded);
+    }
+    void key_as_given(int64_t token, float* to, int64_t padded) const {
+        widen_row(key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), to, p.headdim_k, padded);
+    }
+    void value_as_given(int64_t token, float* to, int64_t padded) const {
+        widen_row(value_row(token), to, task.num_columns, padded);
+    }
     // The value; times beta, unless the delta rule multiplies by beta later.
     void value(int64_t token, float* to, int64_t padded) const {
-        widen_row(value_row(token), to, task.num_columns, padded);
+        value_as_given(token, to, padded);
         if (p.beta == nullptr || p.overwrites) return;
         const Vec factor = broadcast(beta(token));
         for (int64_t c = 0; c < padded; c += Vec::kWidth) store(to + c, load(to + c) * factor);
@@ -83,7 +93,7 @@ struct LinearTokens {
     void write(int64_t token, float* from) const {
         if (p.skip) {
             alignas(64) float value[kMostColumns];
-            widen_row(value_row(token), value, task.num_columns, round_up(task.num_columns, Vec::kWidth));
+            value_as_given(token, value, round_up(task.num_columns, Vec::kWidth));
             for (int64_t c = 0; c < task.num_columns; c += Vec::kWidth)
                 store(from + c, fma(broadcast(p.skip[head]), load(value + c), load(from + c)));
         }

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_func, fast_attn_with_kvcache
-from fastattention.cli.bench.linear import LinearWorkload
-from fastattention.cli.bench.linear import ours as linear_call
+from fastattention.cli.bench.linear_peers import LinearWorkload, call_of
 from fastattention.cli.bench.timing import median_seconds
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,8 +120,8 @@ def decode(batch_size: int, keys: int, dtype: torch.dtype) -> Calls:
 
 def linear(seqlen: int, dtype: torch.dtype) -> Calls:
     """The gated delta rule of a prompt; torch has no such function."""
-    workload = LinearWorkload("gated delta rule", 1, seqlen, str(dtype).removeprefix("torch."))
-    return {"ours": torch.no_grad()(linear_call(workload, *workload.tensors("cpu"), backend="cpu"))}
+    workload = LinearWorkload("gated delta rule", 1, seqlen, str(dtype).removeprefix("torch."), trains=False)
+    return {"ours": torch.no_grad()(call_of("fastattention", workload, "cpu"))}
 
 
 def plain_work() -> Calls:

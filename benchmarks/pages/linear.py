@@ -11,11 +11,12 @@ from .results import Result
 OURS, FLA, TRANSFORMERS, TORCH = "fastattention", "fla", "Transformers", "torch"
 FILES = {"linear_cpu": "On a CPU", "linear_gpu": "On a GPU"}
 INTRODUCTION = """\
-Gated linear attention (GLA) and the gated delta rule, 16 heads of 128 x 128, with a state before and after. Peers are
-the function of Transformers' models, flash-linear-attention ("fla") where it runs, and our own fallback in operations
-of torch. Calls take turns in one process; **bold** ratios are losses. The [guide](../guides/linear-attention.md) says
-how to call it."""
+Every rule with 16 heads of 128 x 128, and a state before and after. Heads of Mamba-2 share their queries and keys.
+Peers are the functions of Transformers' models, flash-linear-attention ("fla") where it runs, and our own fallback in
+operations of torch. fla runs Mamba-2 as its GLA with gates of heads. Calls take turns in one process; **bold** ratios
+are losses. The [guide](../guides/linear-attention.md) says how to call it."""
 PROMPTS = "Whole prompts, by the chunked functions:"
+TRAINING = "Training, a forward and its backward:"
 STEPS = """\
 One token for each sequence, by the recurrent functions. A state is read and written once; its rate counts
 both.{limit}"""
@@ -45,7 +46,10 @@ def _section(name: str, heading: str) -> list[str]:
         if on_gpu
         else OF_CPU.format(read=result.data["limits"]["read_gbytes_per_s"])
     )
-    prompts = [_cells(one, peers) for one in records if one["seqlen"] > 1]
+    prompts, training = (
+        [_cells(one, peers) for one in records if one["seqlen"] > 1 and one.get("trains", False) is trains]
+        for trains in (False, True)
+    )
     steps = [[*_cells(one, peers), *_rate(one, result, on_gpu)] for one in records if one["seqlen"] == 1]
     columns = ["rule", "batch x tokens", "dtype", "ours", *(f"{peer} / ours" for peer in peers)]
     of_states = ["in a graph", "states, GB/s"] if on_gpu else ["states, GB/s", "of reading"]
@@ -53,6 +57,7 @@ def _section(name: str, heading: str) -> list[str]:
         f"## {heading}",
         PROMPTS,
         table(columns, prompts, text_columns=3),
+        *((TRAINING, table(columns, training, text_columns=3)) if training else ()),
         STEPS.format(limit=limit),
         table([*columns, *of_states], steps, text_columns=3),
     )

@@ -80,8 +80,12 @@ def linear_gradients(problem: LinearProblem, inputs: LinearInputs, grads: Linear
         ctypes.addressof(params), addresses, ctypes.addressof(gradients), get_num_threads()
     ):
         raise MemoryError("fastattention could not get working memory for gradients of linear attention")
-    summed = {name: tensor.sum(0) if name in ("q", "k", "skip") else tensor for name, tensor in found.items()}
+    summed = {name: _sum(tensor) if name in ("q", "k", "skip") else tensor for name, tensor in found.items()}
     return {name: summed[name].to(getattr(inputs, name).dtype) for name in problem.grads}
+
+
+def _sum(parts: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 def linear_params(problem: LinearProblem, inputs: LinearInputs, chunk: int) -> Params:

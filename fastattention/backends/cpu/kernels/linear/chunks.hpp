@@ -183,8 +183,7 @@ protected:
         }
         // The weights for the last token are the factors of the values in the state.
         scale_rows(values_, weights);
-        for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all));
-        add_to_state();
+        add_to_state([&](int64_t) { return all; });
     }
 
     // The rows that are multiplied with keys and with the state: asking keys of the delta rule, then queries.
@@ -253,7 +252,14 @@ protected:
                                           held_queries() + i * l_.value_stride, l_.value_stride, Layout::kStepRows, columns_);
     }
 
-    void add_to_state() {
+    // all: the product of the gates of the chunk, for each key dimension.
+    template <class All>
+    void add_to_state(All all) {
+        float* const to = next_state_ ? next_state_ : state_;
+        for (int64_t d = 0; d < p_.headdim_k; ++d)
+            for (int64_t c = 0; c < columns_; c += Vec::kWidth)
+                store(to + d * l_.value_stride + c, load_vector(state_ + d * l_.value_stride + c) * broadcast(all(d)));
+        state_ = to;
         multiply_operands<true, Unit>(left(keys_t_, l_.chunk, l_.key_rows, l_.chunk),
                                       right(values_, l_.value_stride, l_.chunk, columns_), l_.chunk, state_, l_.value_stride,
                                       l_.key_rows, columns_);
@@ -297,8 +303,7 @@ protected:
         }
         if (asks_queries_) add_values();
         const float* all = carry_keys_to_end();
-        for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all[d]));
-        add_to_state();
+        add_to_state([&](int64_t d) { return all[d]; });
     }
 
     // Rows of a part, after the gates.
@@ -415,6 +420,7 @@ protected:
     // For gradients, which first need states alone.
     bool asks_queries_ = true;
     bool splits_ = true;  // whether a token that is not finite begins a chunk
+    float* next_state_ = nullptr;  // where the state after a chunk is written, if not in place of the one before
     float* kept_ = nullptr;  // where updates without beta are kept, if they are
 };
 

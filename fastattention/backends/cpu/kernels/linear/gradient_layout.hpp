@@ -48,7 +48,7 @@ struct GradientLayout : LinearLayout<Unit> {
         this->left = take(kPairs ? larger(rows, turned_rows) * (depth / 2 + kRowPadding) : 0);
         this->right = take(kPairs ? depth / 2 * larger(larger(this->value_stride, this->key_stride), n) : 0);
         const int64_t chunks = (num_tokens + n - 1) / n;
-        kept_states = take(chunks * this->state_floats);
+        kept_states = take((chunks + 1) * this->state_floats);
         kept_updates = take(p.overwrites ? chunks * n * this->value_stride : 0);
         this->total = at;
     }

@@ -31,7 +31,7 @@ public:
 
     void run() {
         this->begin();
-        memset(state_gradient_, 0, (kept_states_ - state_gradient_) * sizeof(float));
+        memset(state_gradient_, 0, (kept_updates_ - state_gradient_) * sizeof(float));
         memset(values_, 0, l_.chunk * l_.value_stride * sizeof(float));  // also columns that only pad the depth of a product
         for (int64_t h = 0; h < task_.num_heads; ++h) {
             this->begin_head(0);
@@ -69,16 +69,13 @@ private:
     }
 
     void run_head(bool is_first_of_part) {
-        this->read_initial_state();
         keep_states();
         read_state_gradient();
         skip_gradient_ = 0.0f;
-        float* const state = state_;
         for (int64_t chunk = num_chunks() - 1; chunk >= 0; --chunk) {
             state_ = kept_states_ + chunk * l_.state_floats;
             run_chunk(chunk, is_first_of_part);
         }
-        state_ = state;
         write_state_gradient();
         if (gradients_.dskip) gradients_.dskip[task_.sequence * p_.nheads + tokens_.head] = skip_gradient_;
     }
@@ -89,18 +86,34 @@ private:
     // Computes and keeps the state before each chunk, and updates of delta rules before they are multiplied by beta.
     void keep_states() {
         this->asks_queries_ = false;
+        state_ = kept_states_;
+        this->read_initial_state();
         for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
             load_chunk(chunk);
-            memcpy(kept_states_ + chunk * l_.state_floats, state_, l_.state_floats * sizeof(float));
+            prefetch_chunk(chunk + 1);
+            this->next_state_ = state_ + l_.state_floats;
             if (is_delta()) this->kept_ = kept_updates_ + chunk * l_.chunk * l_.value_stride;
             this->compute();
         }
         this->asks_queries_ = true;
     }
 
+    // Rows of a token are far from those of the next one, so hardware does not prefetch them in time.
+    __attribute__((always_inline)) void prefetch_chunk(int64_t chunk) const {
+        for (int64_t i = 0; i < l_.chunk && chunk >= 0; ++i) {
+            const int64_t token = chunk * l_.chunk + i;
+            if (token >= task_.num_tokens) return;
+            tokens_.prefetch_token(token, tokens_.head);
+            const int64_t row = token_head(token - first_) * p_.headdim_v, bytes = p_.headdim_v * sizeof(Element);
+            if (this->asks_queries_ && gradients_.dout)
+                prefetch_bytes(static_cast<const Element*>(gradients_.dout) + row, bytes);
+        }
+    }
+
     void run_chunk(int64_t chunk, bool is_first_of_part) {
         load_chunk(chunk);
         load_output_gradients();
+        prefetch_chunk(chunk - 1);
         if (is_delta()) read_updates(kept_updates_ + chunk * l_.chunk * l_.value_stride);
         p_.gate_per_key ? prepare_key_gates() : prepare_head_gates();
         add_output_gradients();

@@ -5,6 +5,7 @@ A call passes through attention/interface.py (the public function), engine/opera
 
 attention/     public functions, validation, Problem and Inputs, operators, reference of attention
 linear/        the same of linear attention
+convolution/   the same of the short convolution in front of linear attention
 engine/        what serves any operator: registry, plans, operators of torch, autograd, explanations
 backends/      kernels by device: cpu, cuda, ascend; sdpa and torch are fallbacks in operations of torch
 gpu_runtime/   compiles, loads and launches CUDA kernels
@@ -71,7 +72,7 @@ __all__ = [
 ]
 
 # Subpackages and modules that users import from; the others are internal.
-_PUBLIC_MODULES = ("distributed", "integrations", "linear", "offload", "sparse")
+_PUBLIC_MODULES = ("convolution", "distributed", "integrations", "linear", "offload", "sparse")
 
 
 def __dir__() -> list[str]:

@@ -91,17 +91,17 @@ def check_shape(name: str, tensor: TensorSpec, expected: tuple[int, ...], axes: 
         raise ArgumentError(f"{name} must be ({axes}) = {expected}, got shape {tuple(tensor.shape)}")
 
 
-def check_device(name: str, tensor: TensorSpec, q: TensorSpec) -> None:
-    """Raises unless the device is that of q."""
+def check_device(name: str, tensor: TensorSpec, q: TensorSpec, q_name: str = "q") -> None:
+    """Raises unless the device is that of q, which callers know as `q_name`."""
     if tensor.device != q.device:
-        raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")
+        raise ArgumentError(f"{name} is on {tensor.device} and {q_name} on {q.device}; they must be on the same device")
 
 
-def check_dtype(q: TensorSpec, name: str = "q") -> None:
-    """Raises unless the dtype of q is one that calls take. name: what callers call q."""
+def check_dtype(q: TensorSpec, q_name: str = "q") -> None:
+    """Raises unless the dtype of q is one that calls take."""
     if q.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ArgumentError(f"{name} has dtype {q.dtype}; allowed are {allowed}")
+        raise ArgumentError(f"{q_name} has dtype {q.dtype}; allowed are {allowed}")
 
 
 def check_like_q(name: str, tensor: TensorSpec, q: TensorSpec) -> None:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fastattention.errors import ArgumentError, UnsupportedError
 
 # Arguments that calls write in place.
-_WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
+_WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "state")
 
 
 def check_kinds(tensors: Mapping[str, object]) -> None:

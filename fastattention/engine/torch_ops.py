@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastattention.engine.autograd import backward_scalars, call_backward, gradients, gradients_by_torch, recording
-from fastattention.engine.vmap import map_backward, map_forward
+from fastattention.engine.vmap import all_of, map_backward, map_forward
 
 if TYPE_CHECKING:
     from fastattention.engine.operator import AnyOperator, Plan
@@ -46,11 +46,11 @@ def register(operator: AnyOperator) -> None:
     returns = ", ".join("Tensor" for _ in operator.results)
     forward = torch.library.custom_op(
         f"fastattention::{operator.name}",
-        lambda *arguments: _forward(operator, arguments),
+        lambda *arguments: _as_returned(_forward(operator, arguments)),
         mutates_args=operator.written,
         schema=f"({parameters}) -> ({returns})",
     )
-    forward.register_fake(lambda *arguments: _fake(operator, arguments))
+    forward.register_fake(lambda *arguments: _as_returned(_fake(operator, arguments)))
     register_flop_formula(getattr(torch.ops.fastattention, operator.name), get_raw=True)(
         lambda *arguments, **_: operator.flops(operator.by_name(arguments), backward=False)
     )
@@ -87,9 +87,14 @@ def call(operator: AnyOperator, given: Any, options: Any, backend: str) -> Any:
         named = zip(operator.tensors, tensors, strict=True)
         records = torch.is_grad_enabled()
         arguments.append(" ".join(name for name, x in named if records and x is not None and x.requires_grad))
-    results = getattr(torch.ops.fastattention, operator.name)(*arguments)
+    results = all_of(getattr(torch.ops.fastattention, operator.name)(*arguments))
     asked = {name: _is_asked(operator, options, name) for name in operator.results}
     return operator.output(**{name: x if asked[name] else None for name, x in zip(asked, results, strict=True)})
+
+
+def _as_returned(results: tuple[Tensor, ...]) -> Any:
+    """Results as torch takes them of an operator: a single one stands for itself."""
+    return results if len(results) > 1 else results[0]
 
 
 def _is_asked(operator: AnyOperator, options: Any, result: str) -> bool:

@@ -32,16 +32,22 @@ def map_forward(operator: AnyOperator, info: Any, in_dims: Dims, arguments: Sequ
     for name in operator.batched.keys() & optional.keys():  # they may lack the batch, and broadcast to it
         if named[name] is not None:
             named[name] = _fold_broadcast(named[name], dims[name], size, batch_size, operator.batched[name])
-    results = run(*named.values())
+    results = all_of(run(*named.values()))
     asked = [x.dim() > 1 for x in results]  # an empty tensor stands for a result that was not asked for
     unfolded = tuple(x.unflatten(0, (size, batch_size)) if kept else x for x, kept in zip(results, asked, strict=True))
-    return unfolded, tuple(0 if kept else None for kept in asked)
+    out_dims = tuple(0 if kept else None for kept in asked)
+    return (unfolded, out_dims) if len(out_dims) > 1 else (unfolded[0], out_dims[0])
 
 
 def map_backward(operator: AnyOperator, info: Any, in_dims: Dims, arguments: Sequence[Any]) -> tuple[Any, Any]:
     """The rule of an operator's backward."""
     run = getattr(torch.ops.fastattention, f"{operator.name}_backward")
     return _one_by_one(run, info.batch_size, in_dims, arguments)
+
+
+def all_of(returned: Any) -> Sequence[Any]:
+    """The results of an operator of torch, which returns a single one alone."""
+    return (returned,) if isinstance(returned, Tensor) else returned
 
 
 def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -65,6 +71,8 @@ def _one_by_one(operator: Callable[..., Any], size: int, in_dims: Dims, argument
         operator(*(x if dim is None else x.select(dim, index) for x, dim in zip(arguments, in_dims, strict=True)))
         for index in range(size)
     ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
     stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
     returned, dims = type(results[0]), [0] * len(stacked)
     return returned(stacked), returned(dims)

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastattention.engine.offsets import check_offsets
 from fastattention.engine.operator import Operator
 from fastattention.linear.backend import LINEAR_BACKENDS, LinearBackend
 from fastattention.linear.problem import LinearGradients, LinearInputs, LinearOutput, LinearProblem
-from fastattention.linear.validation import LinearOptions, as_backends_read, check_offsets, prepare
+from fastattention.linear.validation import LinearOptions, as_backends_read, prepare
 
 
 class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, LinearInputs, LinearOutput, LinearBackend]):

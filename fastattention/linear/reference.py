@@ -16,11 +16,10 @@ https://arxiv.org/abs/2405.21060, equation 16, where C is q, B is k, x is v and 
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
+from fastattention.engine.offsets import spans
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 
 L2NORM_EPSILON = 1e-6  # as in flash-linear-attention and Transformers
@@ -40,7 +39,9 @@ def linear_attention(problem: LinearProblem, inputs: LinearInputs, dtype: torch.
     else:
         states = inputs.initial_state.to(dtype)
     final_states = []
-    for state, (batch, first, last) in zip(states, spans(problem, inputs.cu_seqlens), strict=True):
+    for state, (batch, first, last) in zip(
+        states, spans(problem.batch_size, problem.seqlen, inputs.cu_seqlens), strict=True
+    ):
         for token in range(first, last):
             key, value = k[batch, token], v[batch, token]
             state = gate[batch, token].unsqueeze(-1) * state
@@ -59,11 +60,3 @@ def linear_attention(problem: LinearProblem, inputs: LinearInputs, dtype: torch.
 def l2norm(rows: Tensor) -> Tensor:
     """Rows of length 1: x / sqrt(sum(x^2) + 1e-6)."""
     return rows * torch.rsqrt(rows.square().sum(dim=-1, keepdim=True) + L2NORM_EPSILON)
-
-
-def spans(problem: LinearProblem, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
-    """(row of the batch, first token, last token + 1) of every sequence. Reads cu_seqlens on its device."""
-    if cu_seqlens is None:
-        return [(batch, 0, problem.seqlen) for batch in range(problem.batch_size)]
-    offsets = cu_seqlens.tolist()
-    return [(0, first, last) for first, last in itertools.pairwise(offsets)]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattention import environment
 from fastattention.engine.checks import (
     DTYPES,
     TensorSpec,
@@ -24,6 +22,7 @@ from fastattention.engine.checks import (
     require_tensor,
     spec_of,
 )
+from fastattention.engine.offsets import check_cu_seqlens
 from fastattention.errors import ArgumentError
 from fastattention.linear.problem import RULES, LinearInputs, LinearProblem, Rule
 
@@ -63,7 +62,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
     varlen = given.cu_seqlens is not None
     num_sequences = batch_size
     if given.cu_seqlens is not None:
-        num_sequences = _check_cu_seqlens(given.cu_seqlens, q)
+        num_sequences = check_cu_seqlens(given.cu_seqlens, q)
     state_shape = (num_sequences, nheads, headdim_k, headdim_v)
     if given.initial_state is not None:
         state = spec_of("initial_state", given.initial_state)
@@ -127,15 +126,6 @@ def as_backends_read(given: LinearInputs) -> LinearInputs:
     return LinearInputs._make([*(last_axis_contiguous(x) for x in given[:4]), beta, state, offsets, skip])
 
 
-def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
-    """Raises unless the offsets rise from 0 to the number of tokens; on a CPU, elsewhere only when checks are on."""
-    if cu_seqlens.is_meta or (cu_seqlens.device.type != "cpu" and not environment.check_numbers()):
-        return
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != seqlen or any(b < a for a, b in itertools.pairwise(offsets)):
-        raise ArgumentError(f"cu_seqlens={offsets} must rise from 0 to the number of tokens, {seqlen}")
-
-
 def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     check_dtype(q)
     check_rank("q", q, "batch_size, seqlen, nheads_k, headdim_k")
@@ -185,17 +175,3 @@ def _check_float32(name: str, tensor: TensorSpec, q: TensorSpec) -> None:
     if tensor.dtype is not torch.float32:
         raise ArgumentError(f"{name} must be float32, got {tensor.dtype}")
     check_device(name, tensor, q)
-
-
-def _check_cu_seqlens(cu_seqlens: Tensor, q: TensorSpec) -> int:
-    """The number of sequences."""
-    offsets = spec_of("cu_seqlens", cu_seqlens)
-    if q.shape[0] != 1:
-        raise ArgumentError(f"with cu_seqlens q must have batch_size 1, its sequences in a row, got {q.shape[0]}")
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(f"cu_seqlens must be int32 or int64, got {offsets.dtype}")
-    if len(offsets.shape) != 1 or offsets.shape[0] < 1:
-        raise ArgumentError(f"cu_seqlens must be (num_sequences + 1,), got shape {tuple(offsets.shape)}")
-    check_device("cu_seqlens", offsets, q)
-    check_offsets(cu_seqlens, q.shape[1])
-    return offsets.shape[0] - 1

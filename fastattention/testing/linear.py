@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from fastattention.backends.torch.linear import linear_attention as chunks_of_torch
 from fastattention.backends.torch.linear import sums_between
+from fastattention.engine.offsets import spans
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import RULES, LinearInputs, LinearOutput, LinearProblem
-from fastattention.linear.reference import l2norm, linear_attention, spans
+from fastattention.linear.reference import l2norm, linear_attention
 from fastattention.linear.validation import LinearOptions
 from fastattention.testing.oracle import Expected, Results, error_of, largest
 
@@ -177,7 +178,7 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
     states = inputs.initial_state
     if states is None:
         states = torch.zeros(problem.state_shape, dtype=torch.float32, device=problem.device)
-    for last_state, (batch, first, last) in zip(states, spans(problem, inputs.cu_seqlens), strict=True):
+    for last_state, (batch, first, last) in zip(states, spans(problem.batch_size, problem.seqlen, inputs.cu_seqlens), strict=True):
         for begin in range(first, last, chunk):
             part = slice(begin, min(begin + chunk, last))
             queries, keys, values, gates = (

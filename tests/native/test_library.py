@@ -23,7 +23,7 @@ from fastattention.backends.cpu.headers import STRUCTS, pointer_packer
 from fastattention.backends.cpu.library import Library, find_library, load_library
 
 PACKAGE = Path(fastattention.__file__).parent
-FAMILIES = ("attention", "linear")
+FAMILIES = ("attention", "linear", "convolution")
 INSTRUCTION_SETS = {"generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "neon", "neon_fp16", "neon_bf16"}
 
 
@@ -46,9 +46,9 @@ def test_a_family_compiles_without_the_sources_of_another(family: str, tmp_path:
 
 
 def test_a_struct_of_another_size_is_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in STRUCTS:
-        smaller = {**STRUCTS, name: STRUCTS["FaGradients" if name != "FaGradients" else "FaLinearParams"]}
-        monkeypatch.setattr(library, "STRUCTS", smaller)
+    for name, params in STRUCTS.items():
+        other = next(one for one in STRUCTS.values() if ctypes.sizeof(one) != ctypes.sizeof(params))
+        monkeypatch.setattr(library, "STRUCTS", {**STRUCTS, name: other})
         with pytest.raises(LibraryError, match=f"another version.*{name}"):
             Library(find_library())
 

@@ -20,7 +20,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 12  # as in api.cpp
+_ABI_VERSION = 13  # as in api.cpp
 
 
 class Peaks(NamedTuple):
@@ -70,6 +70,15 @@ class Library:
             self._functions.fastattention_linear_backward, self._isa_index
         )
 
+        # Runs a causal convolution, or computes its gradients. Takes the arguments of `forward` and `backward`, with
+        # FaConvolutionParams and FaConvolutionGradients.
+        self.convolution: Callable[[int, bytes, int], int] = functools.partial(
+            self._functions.fastattention_convolution, self._isa_index
+        )
+        self.convolution_backward: Callable[[int, bytes, int, int], int] = functools.partial(
+            self._functions.fastattention_convolution_backward, self._isa_index
+        )
+
     def _check_version(self) -> None:
         abi = self._functions.fastattention_abi_version()
         found = {name: self._functions.fastattention_sizeof(name.encode()) for name in STRUCTS}
@@ -92,6 +101,11 @@ class Library:
             "fastattention_backward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64)),
             "fastattention_linear": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_linear_backward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64)),
+            "fastattention_convolution": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
+            "fastattention_convolution_backward": (
+                int64,
+                (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64),
+            ),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),

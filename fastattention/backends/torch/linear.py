@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.engine.offsets import spans
 from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
-from fastattention.linear.reference import l2norm, spans
+from fastattention.linear.reference import l2norm
 
 # Tokens of a chunk, by gate_per_key: with gates per key, (chunk, chunk, headdim_k) values should fit into caches.
 _CHUNK = {False: 64, True: 16}
@@ -86,7 +87,9 @@ def linear_attention(
     elif problem.num_sequences:
         parts = [
             _sequences(tokens.part(first, last), state.unsqueeze(0), chunk)
-            for state, (_, first, last) in zip(states, spans(problem, inputs.cu_seqlens), strict=True)
+            for state, (_, first, last) in zip(
+                states, spans(problem.batch_size, problem.seqlen, inputs.cu_seqlens), strict=True
+            )
         ]
         out, states = torch.cat([out for out, _ in parts], dim=2), torch.cat([state for _, state in parts])
     else:

@@ -12,6 +12,7 @@
 #include "common/omp_team.hpp"
 #include "common/thread_pool.hpp"
 #include "common/work_queue.hpp"
+#include "convolution/driver.hpp"
 #include "kernels.hpp"
 #include "linear/driver.hpp"
 
@@ -37,7 +38,7 @@ Params with_addresses(const Params& shared, const void* addresses, int64_t num_t
 
 // Loading a library of another version fails. Increase it when a params.h, the values that a field may take, or a function
 // below changes.
-FA_EXPORT int64_t fastattention_abi_version() { return 12; }
+FA_EXPORT int64_t fastattention_abi_version() { return 13; }
 
 // Size of a struct of params.h in bytes, which loading compares with the header that Python reads; 0 for an unknown name.
 FA_EXPORT int64_t fastattention_sizeof(const char* name) {
@@ -46,6 +47,8 @@ FA_EXPORT int64_t fastattention_sizeof(const char* name) {
     if (wanted == "FaGradients") return sizeof(FaGradients);
     if (wanted == "FaLinearParams") return sizeof(FaLinearParams);
     if (wanted == "FaLinearGradients") return sizeof(FaLinearGradients);
+    if (wanted == "FaConvolutionParams") return sizeof(FaConvolutionParams);
+    if (wanted == "FaConvolutionGradients") return sizeof(FaConvolutionGradients);
     return 0;
 }
 
@@ -81,6 +84,20 @@ FA_EXPORT int64_t fastattention_linear_backward(int64_t isa, const FaLinearParam
                                                 const FaLinearGradients* gradients, int64_t num_threads) {
     const FaLinearParams params = with_addresses(*shared, addresses, num_threads);
     return linear_backward(kernels_of(isa).linear, params, *gradients) ? 0 : 1;
+}
+
+// Computes a causal convolution. Returns 0, or 1 if memory ran out.
+FA_EXPORT int64_t fastattention_convolution(int64_t isa, const FaConvolutionParams* shared, const void* addresses,
+                                            int64_t num_threads) {
+    const FaConvolutionParams params = with_addresses(*shared, addresses, num_threads);
+    return convolution(kernels_of(isa).convolution, params) ? 0 : 1;
+}
+
+// Computes the gradients of a causal convolution, given `shared` and `addresses` of its forward.
+FA_EXPORT int64_t fastattention_convolution_backward(int64_t isa, const FaConvolutionParams* shared, const void* addresses,
+                                                     const FaConvolutionGradients* gradients, int64_t num_threads) {
+    const FaConvolutionParams params = with_addresses(*shared, addresses, num_threads);
+    return convolution_backward(kernels_of(isa).convolution, params, *gradients) ? 0 : 1;
 }
 
 // Prepares a call with a dense cache and lse, to be run later; null if memory ran out. fastattention_release frees it.

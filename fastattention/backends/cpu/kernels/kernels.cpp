@@ -26,6 +26,10 @@ using namespace fastattention;
 #endif
 #include "common/peaks.hpp"
 
+#include "convolution/filters.hpp"
+#include "convolution/forward.hpp"
+#include "convolution/backward.hpp"
+
 #include "linear/tokens.hpp"
 #include "linear/chunk_layout.hpp"
 #include "linear/chunk_products.hpp"
@@ -286,6 +290,38 @@ static int64_t linear_backward_scratch_of(const FaLinearParams& params, int64_t 
                         [&](auto path) { return GradientLayout<typename decltype(path)::Unit>(params, num_tokens).total; });
 }
 
+// Passes the element type of x and the width of the filters, as a type with both.
+template <class ElementType, int kFilterWidth>
+struct FilterPath {
+    using Element = ElementType;
+    static constexpr int kWidth = kFilterWidth;
+};
+
+template <class Use>
+FA_INLINE void with_filters(const FaConvolutionParams& params, Use&& use) {
+    with_path_of(params.dtype, [&](auto path) {
+        using Element = typename decltype(path)::Element;
+        if (params.width == 2) return use(FilterPath<Element, 2>{});
+        if (params.width == 3) return use(FilterPath<Element, 3>{});
+        use(FilterPath<Element, 4>{});
+    });
+}
+
+static void convolution_of(const FaConvolutionParams& params, const ConvolutionTask& task, float* scratch) {
+    with_filters(params, [&](auto path) {
+        using Path = decltype(path);
+        ConvolutionForward<typename Path::Element, Path::kWidth>(params, task, scratch).run();
+    });
+}
+
+static void convolution_backward_of(const FaConvolutionParams& params, const FaConvolutionGradients& gradients,
+                                    const ConvolutionTask& task, float* sums, float* scratch) {
+    with_filters(params, [&](auto path) {
+        using Path = decltype(path);
+        ConvolutionBackward<typename Path::Element, Path::kWidth>(params, gradients, task, sums, scratch).run();
+    });
+}
+
 #define FA_STRING(name) #name
 #define FA_NAME_OF(name) FA_STRING(name)
 
@@ -306,6 +342,7 @@ const Kernels kernels = {
     {panel_geometry_of, key_mean_of, pack_panel_of, prefill_tile_of, split_stride_of, decode_splits_of, decode_latent_of,
      latent_scratch_of, decode_merge_of, append_token_of, backward_geometry_of, pack_rows_of, backward_chunk_of},
     {linear_of, linear_scratch_of, linear_backward_of, linear_backward_scratch_of},
+    {convolution_of, convolution_backward_of, write_parameter_gradients},
     fma_loop,
 #ifdef FA_HAS_BF16_DOT
     bf16_dot_loop,

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import first_strides, named_strides, pointers, token_strides
+from fastattention.backends.cuda.common.dtype_codes import DTYPE_CODES
 from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels, operand_dtype
-from fastattention.backends.cuda.linear.params import GATE_FORMATS, ChunkParams
+from fastattention.backends.cuda.linear.params import ChunkParams
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
@@ -106,8 +107,8 @@ class ChunkedCall:
             headdim_v=problem.headdim_v,
             columns_k=q.shape[-1],
             columns_v=self._columns_v,
-            gate_format=GATE_FORMATS[problem.gate_dtype],
-            beta_format=GATE_FORMATS[problem.beta_dtype],
+            gate_format=DTYPE_CODES[problem.gate_dtype],
+            beta_format=DTYPE_CODES[problem.beta_dtype or torch.float32],
             normalizes=problem.l2norm,
             scale=problem.scale,
         )

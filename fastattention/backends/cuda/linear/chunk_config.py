@@ -102,7 +102,7 @@ class PrepareKeysConfig(ChunkVariant):
     num_stages: ClassVar = 1
     slice_columns: ClassVar = 64  # of queries and keys at a time
 
-    gate_format: int  # of GATE_FORMATS
+    gate_format: int  # of DTYPE_CODES
 
     @property
     def min_ctas(self) -> int:

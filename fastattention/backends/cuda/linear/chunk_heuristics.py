@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fastattention.backends.cuda.common.arch import ARCH_FACTS
+from fastattention.backends.cuda.common.dtype_codes import DTYPE_CODES
 from fastattention.backends.cuda.linear.chunk_config import (
     OutputsConfig,
     PrepareConfig,
@@ -15,7 +16,6 @@ from fastattention.backends.cuda.linear.chunk_config import (
     StatesConfig,
     padded_headdim,
 )
-from fastattention.backends.cuda.linear.params import GATE_FORMATS
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.linear.problem import LinearProblem
 
@@ -70,7 +70,7 @@ def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> C
         for config in [OutputsConfig(*common, columns)]
         if config.shared_bytes <= limits.shared_per_cta
     )
-    gate_format = GATE_FORMATS[problem.gate_dtype]
+    gate_format = DTYPE_CODES[problem.gate_dtype]
     prepare = PrepareKeysConfig(*common, gate_format) if problem.gate_per_key else PrepareConfig(*common)
     return ChunkKernels(prepare, states, outputs)
 

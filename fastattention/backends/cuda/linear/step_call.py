@@ -8,7 +8,8 @@ import torch
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import contiguous_strides, first_strides, named_strides, pointers
-from fastattention.backends.cuda.linear.params import GATE_FORMATS, StepParams
+from fastattention.backends.cuda.common.dtype_codes import DTYPE_CODES
+from fastattention.backends.cuda.linear.params import StepParams
 from fastattention.backends.cuda.linear.step_heuristics import choose_step, column_tiles, num_ctas
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -58,8 +59,8 @@ def step_template(problem: LinearProblem, inputs: LinearInputs, columns: int) ->
         headdim_k=problem.headdim_k,
         headdim_v=problem.headdim_v,
         column_tiles=column_tiles(problem, columns),
-        g_format=GATE_FORMATS[problem.gate_dtype],
-        beta_format=GATE_FORMATS[problem.beta_dtype],
+        g_format=DTYPE_CODES[problem.gate_dtype],
+        beta_format=DTYPE_CODES[problem.beta_dtype or torch.float32],
         l2norm=problem.l2norm,
         overwrites=problem.delta_rule,
         scale=problem.scale,

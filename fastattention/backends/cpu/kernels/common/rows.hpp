@@ -6,6 +6,30 @@ namespace FA_NAMESPACE {
 // Floats of padding between rows of tiles and matrices in working memory. Otherwise all rows would be in the same cache sets.
 static constexpr int64_t kRowPadding = 16;
 
+// Access to a whole vector of a row, and to the columns after the last whole vector.
+struct WholeVector {
+    template <class Element>
+    __attribute__((always_inline)) Vec load(const Element* from) const {
+        return FA_NAMESPACE::load(from);
+    }
+    template <class Element>
+    __attribute__((always_inline)) void store(Element* to, Vec x) const {
+        FA_NAMESPACE::store(to, x);
+    }
+};
+struct PartOfVector {
+    int used;
+
+    template <class Element>
+    __attribute__((always_inline)) Vec load(const Element* from) const {
+        return load_partial(from, used);
+    }
+    template <class Element>
+    __attribute__((always_inline)) void store(Element* to, Vec x) const {
+        store_partial(to, x, used);
+    }
+};
+
 // to[0..n) = from[0..n); `to` is padded with zeros up to `padded`.
 template <class Element>
 FA_INLINE void widen_row(const Element* from, float* to, int64_t n, int64_t padded) {
@@ -24,6 +48,20 @@ FA_INLINE void narrow_row(const float* from, Element* to, int64_t n) {
     int64_t i = 0;
     for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(to + i, load(from + i));
     if (i < n) store_partial(to + i, load_partial(from + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+}
+
+// Converts n elements from index `at` on, whose dtype is known at run time, to float.
+FA_INLINE void widen_any(const void* from, int64_t dtype, int64_t at, float* to, int64_t n, int64_t padded) {
+    if (dtype == FA_FLOAT32) return widen_row(static_cast<const float*>(from) + at, to, n, padded);
+    if (dtype == FA_FLOAT16) return widen_row(static_cast<const Float16*>(from) + at, to, n, padded);
+    widen_row(static_cast<const Bfloat16*>(from) + at, to, n, padded);
+}
+
+// Converts n floats to elements from index `at` on, whose dtype is known at run time.
+FA_INLINE void narrow_any(const float* from, void* to, int64_t dtype, int64_t at, int64_t n) {
+    if (dtype == FA_FLOAT32) return narrow_row(from, static_cast<float*>(to) + at, n);
+    if (dtype == FA_FLOAT16) return narrow_row(from, static_cast<Float16*>(to) + at, n);
+    narrow_row(from, static_cast<Bfloat16*>(to) + at, n);
 }
 
 // to[0..n) = from[0..n) * factor; whole vectors of `from` are read.

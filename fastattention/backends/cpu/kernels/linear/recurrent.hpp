@@ -3,18 +3,6 @@
 
 namespace FA_NAMESPACE {
 
-// Access to a whole vector of a row, and to the columns after the last whole vector.
-struct WholeVector {
-    __attribute__((always_inline)) Vec load(const float* from) const { return FA_NAMESPACE::load(from); }
-    __attribute__((always_inline)) void store(float* to, Vec x) const { FA_NAMESPACE::store(to, x); }
-};
-struct PartOfVector {
-    int used;
-
-    __attribute__((always_inline)) Vec load(const float* from) const { return load_partial(from, used); }
-    __attribute__((always_inline)) void store(float* to, Vec x) const { store_partial(to, x, used); }
-};
-
 template <class Element>
 class LinearSteps {
 public:

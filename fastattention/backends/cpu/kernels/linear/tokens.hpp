@@ -6,13 +6,6 @@ namespace FA_NAMESPACE {
 static constexpr int64_t kMostColumns = 256;  // of values; MAX_HEADDIM in fastattention/linear/validation.py
 static constexpr float kL2NormEpsilon = 1e-6f;  // as in fastattention/linear/reference.py
 
-// Converts n elements from index `at` on, whose dtype is known at run time, to float.
-FA_INLINE void widen_any(const void* from, int64_t dtype, int64_t at, float* to, int64_t n, int64_t padded) {
-    if (dtype == FA_FLOAT32) return widen_row(static_cast<const float*>(from) + at, to, n, padded);
-    if (dtype == FA_FLOAT16) return widen_row(static_cast<const Float16*>(from) + at, to, n, padded);
-    widen_row(static_cast<const Bfloat16*>(from) + at, to, n, padded);
-}
-
 FA_INLINE float float_of(const void* from, int64_t dtype, int64_t at) {
     float value;
     widen_any(from, dtype, at, &value, 1, 1);

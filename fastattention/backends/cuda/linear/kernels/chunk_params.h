@@ -44,7 +44,7 @@ struct ChunkParams {
     int32_t nheads, group_size;
     int32_t headdim_k, headdim_v;  // of states
     int32_t columns_k, columns_v;  // of rows of q and k, of v and out: multiples of 8, zeros beyond the headdim
-    int32_t gate_format, beta_format;  // see gate_format.h
+    int32_t gate_format, beta_format;  // see dtype_code.h
     int32_t normalizes;            // queries and keys
 
     float scale;

@@ -1,21 +1,9 @@
 // Gates, which may be of another dtype than q, k and v.
 #pragma once
 
-#include "element.cuh"
-#include "gate_format.h"
+#include "any_dtype.cuh"
 
 namespace fastattention {
-
-// A number as it lies in memory: whoever widened it would wait for it. format: a GateFormat.
-FA_DEVICE uint32_t read_bits(const void* numbers, int64_t at, int format) {
-    return format == kFloat32Gates ? static_cast<const uint32_t*>(numbers)[at] : static_cast<const uint16_t*>(numbers)[at];
-}
-
-FA_DEVICE float widen_bits(uint32_t bits, int format) {
-    if (format == kFloat32Gates) return as_float(bits);
-    const uint16_t half = static_cast<uint16_t>(bits);
-    return format == kFloat16Gates ? Float16::widen(half) : Bfloat16::widen(half);
-}
 
 // Computes a gate from its logarithm; 0 for -infinity. Gates near 1 are accurate to half a unit in the last place: over many
 // thousand tokens, errors in one direction would add up in the state.

@@ -30,7 +30,7 @@ struct StepParams {
     int32_t group_size;  // heads of v that share a head of q and k
     int32_t headdim_k, headdim_v;
     int32_t column_tiles;  // CTAs that share the columns of a head
-    int32_t g_format, beta_format;  // see gate_format.h
+    int32_t g_format, beta_format;  // see dtype_code.h
     int32_t l2norm;
     int32_t overwrites;  // the delta rule
     float scale;

@@ -1,0 +1,150 @@
+"""The operators of the causal convolution: CONVOLUTION for prompts and training, CONVOLUTION_UPDATE for decoding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fastattention.convolution.backend import CONVOLUTION_BACKENDS, ConvolutionBackend, Serve
+from fastattention.convolution.problem import (
+    NO_BACKWARD,
+    ConvolutionGradients,
+    ConvolutionInputs,
+    ConvolutionOutput,
+    ConvolutionProblem,
+    UpdateArguments,
+)
+from fastattention.convolution.validation import ConvolutionOptions, as_backends_read, prepare, prepare_update
+from fastattention.engine.checks import is_functionalizing, needs_grad
+from fastattention.engine.offsets import check_offsets
+from fastattention.engine.operator import G, Operator
+from fastattention.errors import UnsupportedError
+
+Shapes = dict[str, tuple[Sequence[int], torch.dtype]]
+
+
+class _ConvolutionOperator(
+    Operator[G, ConvolutionOptions, ConvolutionProblem, ConvolutionInputs, ConvolutionOutput, ConvolutionBackend]
+):
+    """The common base of both operators."""
+
+    registry = CONVOLUTION_BACKENDS
+    fallback = "torch"
+    options = ConvolutionOptions
+    inputs = ConvolutionInputs
+    output = ConvolutionOutput
+
+    def as_read(
+        self, problem: ConvolutionProblem, inputs: ConvolutionInputs, names: Sequence[str]
+    ) -> ConvolutionInputs:
+        return as_backends_read(inputs)
+
+    def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
+        """A multiplication and an addition for each weight and output. A backward costs twice that."""
+        return int(2 * arguments["x"].numel() * arguments["weight"].shape[1] * (2 if backward else 1))
+
+
+class Convolution(_ConvolutionOperator[ConvolutionInputs]):
+    """Calls that write nothing."""
+
+    name = "causal_conv1d"
+    given = ConvolutionInputs
+    tensors = ConvolutionInputs._fields
+    scalars = ConvolutionOptions._fields
+    results = ("out", "final_state")
+    asked_by: ClassVar[Mapping[str, str]] = {"final_state": "returns_state"}
+    gradients = ConvolutionGradients
+    batched: ClassVar[Mapping[str, int]] = {"x": 3}
+
+    def prepare(
+        self, given: ConvolutionInputs, options: ConvolutionOptions
+    ) -> tuple[ConvolutionProblem, ConvolutionInputs]:
+        return prepare(given, options)
+
+    def recheck(
+        self, problem: ConvolutionProblem
+    ) -> Callable[[ConvolutionInputs, ConvolutionOptions], ConvolutionInputs | None] | None:
+        if not problem.varlen:
+            return None
+
+        def check(given: ConvolutionInputs, _: ConvolutionOptions) -> ConvolutionInputs:
+            assert given.cu_seqlens is not None
+            check_offsets(given.cu_seqlens, problem.seqlen)
+            return given
+
+        return check
+
+    def scalars_of(self, problem: ConvolutionProblem) -> ConvolutionOptions:
+        return ConvolutionOptions(problem.silu, problem.returns_state)
+
+    def result_shapes(self, given: ConvolutionInputs, options: ConvolutionOptions, differentiated: bool) -> Shapes:
+        x = given.x
+        sequences = x.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+        state = (sequences, x.shape[2], given.weight.shape[1] - 1) if options.returns_state else (0,)
+        return {"out": (x.shape, x.dtype), "final_state": (state, x.dtype)}
+
+    def runs_one_by_one(self, arguments: Mapping[str, Any]) -> bool:
+        return arguments["cu_seqlens"] is not None or arguments["initial_state"] is not None
+
+
+class ConvolutionUpdate(_ConvolutionOperator[UpdateArguments]):
+    """Calls that write the new inputs to a state, in place. They have no backward."""
+
+    name = "causal_conv1d_update"
+    given = UpdateArguments
+    tensors = UpdateArguments._fields
+    scalars = ("silu",)
+    written = ("state",)
+    results = ("out",)
+    asked_by: ClassVar[Mapping[str, str]] = {}
+
+    def prepare(
+        self, given: UpdateArguments, options: ConvolutionOptions
+    ) -> tuple[ConvolutionProblem, ConvolutionInputs]:
+        return prepare_update(given.inputs(), options)
+
+    def recheck(
+        self, problem: ConvolutionProblem
+    ) -> Callable[[UpdateArguments, ConvolutionOptions], ConvolutionInputs]:
+        return lambda given, _: given.inputs()
+
+    def inputs_of(self, given: UpdateArguments, inputs: ConvolutionInputs) -> ConvolutionInputs:
+        return given.inputs()
+
+    def around(self, backend: ConvolutionBackend, problem: ConvolutionProblem, serve: Serve) -> Serve:
+        return functools.partial(_serve_counted, serve)
+
+    def names_given(self, problem: ConvolutionProblem, inputs: ConvolutionInputs) -> dict[str, object]:
+        return {"state" if name == "initial_state" else name: tensor for name, tensor in inputs._asdict().items()}
+
+    def result_shapes(self, given: UpdateArguments, options: ConvolutionOptions, differentiated: bool) -> Shapes:
+        return {"out": (given.x.shape, given.x.dtype)}
+
+    def check_traceable(self, given: UpdateArguments, options: ConvolutionOptions) -> None:
+        if needs_grad(*given):
+            raise UnsupportedError(NO_BACKWARD)
+        if is_functionalizing():
+            raise UnsupportedError(
+                "torch.func.functionalize does not follow operators that write their states in place"
+            )
+
+    def check_mapped(self, arguments: Mapping[str, Any], mapped: Mapping[str, int | None]) -> None:
+        if mapped["state"] is None:
+            raise UnsupportedError("vmap does not map state, which every index of the mapped axis would write")
+
+
+def _serve_counted(serve: Serve, inputs: ConvolutionInputs) -> ConvolutionOutput:
+    """Tells autograd of writes in place, as torch does of its own: a backward that needs what was there is an error."""
+    result = serve(inputs)
+    state = inputs.initial_state
+    if state is not None and not state.is_inference():
+        increment_version([state])
+    return result
+
+
+CONVOLUTION = Convolution()
+CONVOLUTION_UPDATE = ConvolutionUpdate()

@@ -1,0 +1,43 @@
+"""cu_seqlens, the offsets of sequences that follow one another in a batch of 1: their checks, and what they say."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from fastattention import environment
+from fastattention.engine.checks import TensorSpec, check_device, spec_of
+from fastattention.errors import ArgumentError
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, of: TensorSpec, name: str = "q") -> int:
+    """The number of sequences. of: the tensor (batch_size, seqlen, ...) called `name` that holds their tokens."""
+    offsets = spec_of("cu_seqlens", cu_seqlens)
+    if of.shape[0] != 1:
+        raise ArgumentError(f"with cu_seqlens {name} must have batch_size 1, its sequences in a row, got {of.shape[0]}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"cu_seqlens must be int32 or int64, got {offsets.dtype}")
+    if len(offsets.shape) != 1 or offsets.shape[0] < 1:
+        raise ArgumentError(f"cu_seqlens must be (num_sequences + 1,), got shape {tuple(offsets.shape)}")
+    check_device("cu_seqlens", offsets, of, name)
+    check_offsets(cu_seqlens, of.shape[1])
+    return offsets.shape[0] - 1
+
+
+def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
+    """Raises unless the offsets rise from 0 to the number of tokens; on a CPU, elsewhere only when checks are on."""
+    if cu_seqlens.is_meta or (cu_seqlens.device.type != "cpu" and not environment.check_numbers()):
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != seqlen or any(b < a for a, b in itertools.pairwise(offsets)):
+        raise ArgumentError(f"cu_seqlens={offsets} must rise from 0 to the number of tokens, {seqlen}")
+
+
+def spans(batch_size: int, seqlen: int, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
+    """(row of the batch, first token, last token + 1) of every sequence. Reads cu_seqlens on its device."""
+    if cu_seqlens is None:
+        return [(batch, 0, seqlen) for batch in range(batch_size)]
+    offsets = cu_seqlens.tolist()
+    return [(0, first, last) for first, last in itertools.pairwise(offsets)]

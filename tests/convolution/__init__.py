@@ -1,0 +1,1 @@
+"""The causal convolution: every backend against the formula in float64."""

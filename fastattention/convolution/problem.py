@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+WIDTHS = (2, 3, 4)  # of filters
 NO_BACKWARD = (
     "causal_conv1d_update has no backward and an argument requires a gradient; call it under torch.no_grad() or "
     "torch.inference_mode(), or use causal_conv1d"

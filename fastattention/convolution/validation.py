@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.convolution.problem import ConvolutionInputs, ConvolutionProblem
+from fastattention.convolution.problem import WIDTHS, ConvolutionInputs, ConvolutionProblem
 from fastattention.engine.checks import (
     DTYPES,
     TensorSpec,
@@ -23,7 +23,6 @@ from fastattention.engine.checks import (
 from fastattention.engine.offsets import check_cu_seqlens
 from fastattention.errors import ArgumentError
 
-WIDTHS = (2, 3, 4)
 _ACTIVATIONS = {None: False, "silu": True, "swish": True}
 
 

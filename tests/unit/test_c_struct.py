@@ -110,7 +110,7 @@ def read(params: Params, name: str) -> float | tuple[float, ...]:
     return tuple(value) if isinstance(value, ctypes.Array) else value
 
 
-@pytest.mark.parametrize(("header", "name"), [case for case in CASES if case.id != "BackwardParams"])
+@pytest.mark.parametrize(("header", "name"), [case for case in CASES if not str(case.id).endswith("BackwardParams")])
 def test_a_template_and_pointers_fill_every_field(header: Path, name: str) -> None:
     params = params_of(header, name)
     values = filled(params)

@@ -57,7 +57,8 @@ def test_reference_documents_every_public_name() -> None:
     documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
     assert {f"fastattention.{name}" for name in fastattention.__all__} <= documented
     assert {f"fastattention.distributed.{name}" for name in exported("distributed/__init__.py")} <= documented
-    assert {f"fastattention.linear.{name}" for name in exported("linear/__init__.py")} <= documented
+    for package in ("linear", "convolution"):
+        assert {f"fastattention.{package}.{name}" for name in exported(f"{package}/__init__.py")} <= documented
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,7 +12,7 @@ import torch
 
 from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
 from fastattention.backends.cuda.common.tiles import Elements
-from fastattention.convolution.validation import WIDTHS
+from fastattention.convolution.problem import WIDTHS
 from fastattention.gpu_runtime.variant import Entry, Variant
 
 WARPS = (1, 4)

@@ -42,7 +42,7 @@ class ConvolutionCase:
     returns_state: bool = True
     state_len: int | None = None  # of an update
     state_dtype: torch.dtype | None = None  # of an update; None: that of x
-    parameter_dtype: torch.dtype | None = None  # of weight and bias; None: that of x
+    weight_dtype: torch.dtype | None = None  # None: that of x, as that of bias, which otherwise is float32
     layout: str = "contiguous"  # or "channels": x is a view of (batch_size, channels, seqlen); or "gaps" between rows
 
     @cached_property
@@ -55,7 +55,7 @@ class ConvolutionCase:
             "width": self.width,
             "parts": (self.has_bias, self.silu),
             "state": (self.initial_state, self.returns_state, self.state_len, str(self.state_dtype)),
-            "parameters": str(self.parameter_dtype),
+            "parameters": str(self.weight_dtype),
             "memory": self.layout,
         }
 
@@ -74,7 +74,7 @@ class ConvolutionCase:
         batch_size, seqlen = (1, sum(self.seqlens)) if self.seqlens is not None else (self.batch_size, self.seqlen)
         sequences = batch_size if self.seqlens is None else len(self.seqlens)
         state_len = self.width - 1 if self.state_len is None else self.state_len
-        parameter_dtype = self.parameter_dtype or dtype
+        bias_dtype = dtype if self.weight_dtype is None else torch.float32
         x = normal(dtype, batch_size, seqlen, self.channels)
         if self.layout == "channels":
             x = guarded(x.transpose(1, 2).contiguous()).transpose(1, 2)
@@ -88,8 +88,8 @@ class ConvolutionCase:
         state = normal(self.state_dtype or dtype, sequences, self.channels, state_len)
         return ConvolutionInputs(
             x,
-            guarded(normal(parameter_dtype, self.channels, self.width)),
-            guarded(normal(parameter_dtype, self.channels)) if self.has_bias else None,
+            guarded(normal(self.weight_dtype or dtype, self.channels, self.width)),
+            guarded(normal(bias_dtype, self.channels)) if self.has_bias else None,
             guarded(state) if self.initial_state else None,
             offsets,
         )

@@ -19,16 +19,16 @@ CASES = {
     "three-tokens": ConvolutionCase(seqlen=3, channels=1, initial_state=False),
     "one-channel": ConvolutionCase(channels=1, width=2),
     "many-channels": ConvolutionCase(channels=1030, seqlen=5, batch_size=2),
-    "long": ConvolutionCase(channels=3, seqlen=700, width=3),
+    "long": ConvolutionCase(channels=3, seqlen=300, width=3),
     "varlen": ConvolutionCase(seqlens=(5, 0, 67, 1, 2, 30)),
-    "varlen-zero-state": ConvolutionCase(seqlens=(1, 1, 0, 600, 3), initial_state=False, channels=3, width=2),
+    "varlen-zero-state": ConvolutionCase(seqlens=(1, 1, 0, 270, 3), initial_state=False, channels=3, width=2),
     "varlen-all-empty": ConvolutionCase(seqlens=(0, 0), channels=17),
     "varlen-nothing": ConvolutionCase(seqlens=(), channels=17),
     "channels-first": ConvolutionCase(layout="channels", batch_size=2, width=3),
     "gaps": ConvolutionCase(layout="gaps", batch_size=2, seqlen=5),
-    "float-parameters": ConvolutionCase(parameter_dtype=torch.float32, batch_size=2),
-    "bfloat16-parameters": ConvolutionCase(parameter_dtype=torch.bfloat16, width=3),
-    "half-parameters": ConvolutionCase(parameter_dtype=torch.float16, width=2, seqlen=5),
+    "float-weight": ConvolutionCase(weight_dtype=torch.float32, batch_size=2),
+    "bfloat16-weight": ConvolutionCase(weight_dtype=torch.bfloat16, width=3),
+    "half-weight": ConvolutionCase(weight_dtype=torch.float16, width=2, seqlen=5),
 }
 
 UPDATES = {

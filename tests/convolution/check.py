@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from conformance.check import assert_small_errors
 from torch import Tensor
+from torch.testing import assert_close
 
 from fastattention.convolution.backend import ConvolutionBackend
-from fastattention.convolution.validation import prepare, prepare_update
+from fastattention.convolution.problem import ConvolutionGradients, ConvolutionInputs
+from fastattention.convolution.validation import ConvolutionOptions, prepare, prepare_update
 from fastattention.testing.convolution import (
     DIFFERENTIATED,
     ConvolutionCase,
@@ -66,7 +68,21 @@ def check_update(backend: ConvolutionBackend, case: ConvolutionCase, dtype: torc
     assert_small_errors(wanted, {"out": result.out})
     assert inputs.initial_state is not None
     assert torch.equal(inputs.initial_state.double(), exact_state)
+    memory = inputs.initial_state._base  # NaN but for the state
+    assert memory is not None
+    assert int(memory.isfinite().sum()) == inputs.initial_state.numel()
     assert torch.equal(inputs.x, x)
+
+
+def check_large_values(backend: ConvolutionBackend, silu: bool) -> None:
+    """SiLU of large values is 0 or the value, and its derivative 0 or 1."""
+    x = torch.tensor([-3e38, -1e30, -500.0, -100.0, 100.0, 3e38]).view(1, 6, 1)
+    problem, inputs = prepare(ConvolutionInputs(x, torch.tensor([[0.0, 1.0]])), ConvolutionOptions(silu))
+    output = backend.make_call(problem, inputs)(inputs)
+    grads = ConvolutionGradients(torch.ones_like(x), None)
+    found = backend.backward(replace(problem, grads=("x",)), inputs, output, grads)
+    assert_close(output.out, x.clamp(min=0.0) if silu else x, atol=1e-6, rtol=1e-6)
+    assert_close(found["x"], (x > 0).float() if silu else torch.ones_like(x), atol=1e-6, rtol=0.0)
 
 
 def strided(state: Tensor | None, axes: str) -> Tensor | None:

@@ -8,7 +8,7 @@ import emulator
 import pytest
 import torch
 from convolution.cases import CASES, UPDATES
-from convolution.check import check_backward, check_forward, check_update
+from convolution.check import check_backward, check_forward, check_large_values, check_update
 from emulated_convolution import EmulatedConvolution
 from tiers import covering, tier_of
 from torch import Tensor
@@ -51,6 +51,11 @@ def test_gradients_are_right(case: ConvolutionCase, tiles: str, dtype: torch.dty
 @pytest.mark.parametrize("axes", ["", "channels", "gaps"], ids=["contiguous", "channels-last", "gaps"])
 def test_updates_are_right(case: ConvolutionCase, tiles: str, dtype: torch.dtype, axes: str) -> None:
     check_update(EmulatedConvolution(SMS[tiles]), case, dtype, axes)
+
+
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "linear"])
+def test_large_values_saturate(silu: bool) -> None:
+    check_large_values(EmulatedConvolution(1000), silu)
 
 
 def gradients(backend: EmulatedConvolution, case: ConvolutionCase, offset: int = 0) -> list[Tensor]:

@@ -4,10 +4,11 @@
 
 namespace FA_NAMESPACE {
 
-// 1 / (1 + exp(-x)). The bound keeps 2^y finite; there the result is below 1.2e-38.
+// 1 / (1 + exp(-x)); 0 below -87, where it is less than the smallest normal number. Not nearly 0: x times it would be large
+// for a large x. The bound keeps 2^y finite.
 FA_INLINE Vec sigmoid(Vec x) {
     const Vec exponent = minimum(broadcast(126.0f), x * broadcast(-kLog2E));  // in this order a NaN is kept
-    return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
+    return select_less(x, broadcast(-87.0f), zero(), broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent)));
 }
 
 // The channels of a task.

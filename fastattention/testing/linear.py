@@ -178,7 +178,9 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
     states = inputs.initial_state
     if states is None:
         states = torch.zeros(problem.state_shape, dtype=torch.float32, device=problem.device)
-    for last_state, (batch, first, last) in zip(states, spans(problem.batch_size, problem.seqlen, inputs.cu_seqlens), strict=True):
+    for last_state, (batch, first, last) in zip(
+        states, spans(problem.batch_size, problem.seqlen, inputs.cu_seqlens), strict=True
+    ):
         for begin in range(first, last, chunk):
             part = slice(begin, min(begin + chunk, last))
             queries, keys, values, gates = (

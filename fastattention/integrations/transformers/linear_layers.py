@@ -1,4 +1,4 @@
-"""What replaces functions of Transformers' linear layers: the same arguments and results, by fastattention.linear.
+"""What replaces functions of Transformers' linear layers: the same arguments and results, by our functions.
 
 Each Replacement has a function that says why a call cannot be served, and one that serves it. Both take the arguments
 that models give. Arguments of other implementations, which functions of torch ignore too, are ignored.
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.utils import logging
 
+from fastattention.convolution import causal_conv1d, causal_conv1d_update
+from fastattention.convolution.problem import WIDTHS
 from fastattention.engine.checks import DTYPES
 from fastattention.linear import (
     chunk_gated_delta_rule,
@@ -47,9 +49,18 @@ def warn_once(message: str) -> None:
 
 
 def _why_not_delta(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: object, **__: object
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *_: object,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **__: object,
 ) -> str | None:
-    if (reason := _why_not_dtypes(query=query, g=g, beta=beta)) is not None:
+    reason = _why_not_dtypes(query=query, g=g, beta=beta) or _why_not_offsets(cu_seqlens, seq_idx)
+    if reason is not None:
         return reason
     if not query.dtype is key.dtype is value.dtype:
         return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; they must have one dtype"
@@ -94,11 +105,6 @@ def _serve_delta(
     """(out, final state), the state in float32 as models keep it."""
     if initial_state is not None:
         initial_state = initial_state.to(value.device, torch.float32)
-    if cu_seqlens is not None and cu_seqlens.shape[0] > 2 and kwargs.get("seq_idx") is None:
-        warn_once(
-            "cu_seq_lens_q without seq_idx: the convolution before a gated delta rule mixes neighbouring sequences; "
-            "give seq_idx, too (DataCollatorWithFlattening(return_seq_idx=True)), and install causal-conv1d to read it"
-        )
     return function(
         query,
         key,
@@ -108,7 +114,7 @@ def _serve_delta(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=_offsets(cu_seqlens, kwargs.get("seq_idx")),
     )
 
 
@@ -123,11 +129,12 @@ def _why_not_ssd(
     C: Tensor,  # noqa: N803
     *_: object,
     z: Tensor | None = None,
-    **__: object,
+    **kwargs: Any,
 ) -> str | None:
     if z is not None:
         return "a prompt is given with z, which the functions of torch ignore"
-    return _why_not_ssd_tensors(hidden_states, dt, A, B, C)
+    reason = _why_not_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
+    return reason or _why_not_ssd_tensors(hidden_states, dt, A, B, C)
 
 
 def _why_not_ssd_tensors(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> str | None:
@@ -172,7 +179,7 @@ def _ssd_in_chunks(
         initial_state=initial_states,
         output_final_state=return_final_states,
         state_v_first=False,
-        cu_seqlens=kwargs.get("cu_seq_lens_q"),
+        cu_seqlens=_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")),
     )
     if not return_final_states:
         return out
@@ -232,6 +239,101 @@ def _ssd_by_token(
     return out if z is None else out * functional.silu(z)
 
 
+# ---- the convolution in front of all of them
+
+
+def _why_not_convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> str | None:
+    offsets, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    reason = _why_not_filters(hidden_states, weight, activation) or _why_not_offsets(offsets, seq_idx)
+    if reason is not None and (offsets is not None or seq_idx is not None):
+        reason += "; there, neighbouring sequences mix"
+    return reason
+
+
+def _convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """(batch_size, channels, seqlen), as models keep it. Sequences that follow one another are kept apart."""
+    out, _ = causal_conv1d(
+        hidden_states.transpose(1, 2),
+        weight,
+        bias,
+        activation=activation,
+        cu_seqlens=_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")),
+    )
+    return out.transpose(1, 2)
+
+
+def _why_not_convolution_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> str | None:
+    if conv_state.dtype not in (hidden_states.dtype, torch.float32):
+        return f"conv_state is {conv_state.dtype}, and hidden_states {hidden_states.dtype}"
+    tensors = (hidden_states, conv_state, weight, bias)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return "a token is decoded with gradients"
+    return _why_not_filters(hidden_states, weight, activation)
+
+
+def _convolve_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """(batch_size, channels, seqlen) of new tokens. `conv_state` is written in place."""
+    out = causal_conv1d_update(hidden_states.transpose(1, 2), conv_state, weight, bias, activation=activation)
+    return out.transpose(1, 2)
+
+
+def _why_not_filters(hidden_states: Tensor, weight: Tensor, activation: str | None) -> str | None:
+    if (reason := _why_not_dtypes(hidden_states=hidden_states, weight=weight)) is not None:
+        return reason
+    if weight.shape[-1] not in WIDTHS:
+        return f"a filter has {weight.shape[-1]} weights; allowed are {WIDTHS[0]} to {WIDTHS[-1]}"
+    if activation not in (None, "silu", "swish"):
+        return f"activation={activation!r}; allowed are None, 'silu' and 'swish'"
+    return None
+
+
+# ---- what they share
+
+
+def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """Offsets of sequences that follow one another in one row, from either form in which models get them."""
+    if cu_seqlens is not None or seq_idx is None:
+        return cu_seqlens
+    row = seq_idx[0]
+    (begins,) = torch.where(row[1:] != row[:-1])
+    ends = torch.tensor([0, row.shape[0]], device=row.device, dtype=begins.dtype)
+    return torch.cat([ends[:1], begins + 1, ends[1:]])
+
+
+def _why_not_offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> str | None:
+    if cu_seqlens is not None or seq_idx is None:
+        return None
+    if seq_idx.shape[0] != 1:
+        return f"seq_idx has {seq_idx.shape[0]} rows; concatenate all sequences in one"
+    if torch.compiler.is_compiling():
+        return "seq_idx is given without cu_seq_lens_q under torch.compile"
+    return None
+
+
 def _why_not_dtypes(**tensors: Tensor) -> str | None:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
@@ -259,6 +361,8 @@ _tokens, _kda_tokens = (
 )
 _ssd_chunks = Replacement("Mamba-2", _why_not_ssd, _ssd_in_chunks)
 _ssd_tokens = Replacement("Mamba-2", _why_not_ssd_token, _ssd_by_token)
+_convolution = Replacement("a causal convolution", _why_not_convolution, _convolve)
+_convolution_update = Replacement("a causal convolution", _why_not_convolution_update, _convolve_update)
 
 # By the names of functions of the hub. Mamba and Mamba-2 share selective_state_update, so that is not among them.
 BY_LAYER_NAME = {
@@ -267,6 +371,8 @@ BY_LAYER_NAME = {
     "chunk_kda": _kda_chunks,
     "fused_recurrent_kda": _kda_tokens,
     "mamba_chunk_scan_combined": _ssd_chunks,
+    "causal_conv1d_fn": _convolution,
+    "causal_conv1d_update": _convolution_update,
 }
 # By the names of functions in the code of models.
 BY_FUNCTION = {
@@ -276,4 +382,6 @@ BY_FUNCTION = {
     "recurrent_kimi_delta_attention": _kda_tokens,
     "mamba2_chunk_scan": _ssd_chunks,
     "mamba2_selective_state_update": _ssd_tokens,
+    "causal_conv1d_fn": _convolution,
+    "causal_conv1d_update": _convolution_update,
 }

@@ -31,7 +31,7 @@ def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
 
 
 @sampled
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize(
     "chip", ["V100", "A100", *(pytest.param(chip, marks=deep) for chip in ("P100", "T4", "RTX 3090", "H100"))]

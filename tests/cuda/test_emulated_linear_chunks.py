@@ -11,7 +11,7 @@ import emulator
 import pytest
 import torch
 from emulator import Range, Report, Wavefronts
-from linear.cases import GPU_CASES
+from linear.cases import CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
 from torch import Tensor
@@ -28,6 +28,7 @@ from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProbl
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase
 
+RULES = ("delta", "head", "key", "kda")
 LIMITS = {backend.name: backend.limits for backend in emulator.EMULATED}
 
 
@@ -52,7 +53,7 @@ def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
     config = launch.variant
     assert isinstance(config, ChunkVariant)
     chunk, headdim = config.chunk, config.headdim
-    rule, key = config.rule, config.gate_per_key
+    delta, key = config.delta_rule, config.gate_per_key
     slots = params.num_slots * params.nheads
     offsets = _int32s(params.cu_seqlens, params.num_sequences + 1)
     rows = params.num_sequences if not offsets else 1
@@ -61,11 +62,11 @@ def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
     sizes = {
         "scores": square,
         "inverse": square * (params.factors != params.inverse),
-        "factors": slots * 4 * (headdim if key else 4 * chunk + 4),
+        "factors": slots * 4 * (headdim + chunk * delta if key else 4 * chunk + 4),
         "q_scaled": scaled,
-        "k_scaled": scaled,
+        "k_scaled": scaled * (1 + delta),
         "states": slots * params.columns_v * headdim * 2,
-        "updates": slots * params.columns_v * chunk * 2 * (rule == "delta"),
+        "updates": slots * params.columns_v * chunk * 2 * delta,
         "out": rows * tokens * params.nheads * params.columns_v * 2,
     }
     ranges = [Range(getattr(params, name), size) for name, size in sizes.items() if size]
@@ -96,7 +97,7 @@ def new_memory_holds_nan() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        names = {case: name for name, case in GPU_CASES.items()}
+        names = {case: name for name, case in CASES.items()}
         every_run = itertools.product(names, LIMITS, [torch.float16, torch.bfloat16])
         runs = covering(tier_of(metafunc.config), every_run)
         ids = ["-".join((names[case], chip, str(dtype).removeprefix("torch."))) for case, chip, dtype in runs]
@@ -115,9 +116,9 @@ def sliced(tensor: Tensor) -> Tensor:
     return wide[..., 1:-2]
 
 
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", RULES)
 def test_strides_and_addresses_may_be_odd(rule: str) -> None:
-    case = GPU_CASES[f"{rule}-plain"]
+    case = CASES[f"{rule}-plain"]
     problem, inputs = prepare(case.tensors(torch.float16), case.options(chunked=True))
     engine = EmulatedChunks(LIMITS["cuda-sm80"])
     aligned = engine.run(problem, inputs)
@@ -126,9 +127,9 @@ def test_strides_and_addresses_may_be_odd(rule: str) -> None:
     assert torch.equal(aligned.final_state, odd.final_state)
 
 
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", RULES)
 def test_order_of_ctas_and_warps_changes_nothing(rule: str) -> None:
-    case = replace(GPU_CASES[f"{rule}-varlen"], headdim_v=128)
+    case = replace(CASES[f"{rule}-varlen"], headdim_v=128)
     problem, inputs = prepare(case.tensors(torch.float16), case.options(chunked=True))
     engine = EmulatedChunks(LIMITS["cuda-sm80"])
     first = engine.run(problem, inputs)
@@ -138,9 +139,10 @@ def test_order_of_ctas_and_warps_changes_nothing(rule: str) -> None:
     assert torch.equal(first.final_state, second.final_state)
 
 
-def test_a_key_of_zeros_writes_nothing() -> None:
+@pytest.mark.parametrize("rule", ["delta", "kda"])
+def test_a_key_of_zeros_writes_nothing(rule: str) -> None:
     """This holds for any value: in float16 a value times the inverse of its length, 1000, would be infinite."""
-    case = LinearCase(seqlen=70, gates=1e-4)
+    case = LinearCase(rule, seqlen=70, gates=1e-4)
     given = case.tensors(torch.float16)
     given.k[:, 10] = 0
     given.v[:, 10] = 500
@@ -149,7 +151,7 @@ def test_a_key_of_zeros_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"], ids=["32-tokens", "64-tokens"])
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", RULES)
 def test_a_gate_may_forget_everything(rule: str, chip: str) -> None:
     """Gates are 0, within and at the borders of the parts whose products are formed first."""
     case = LinearCase(rule, seqlen=130, initial_state=True)
@@ -159,9 +161,10 @@ def test_a_gate_may_forget_everything(rule: str, chip: str) -> None:
     check(problem, inputs, EmulatedChunks(LIMITS[chip]).run(problem, inputs))
 
 
-def test_updates_may_grow_within_a_chunk() -> None:
+@pytest.mark.parametrize("rule", ["delta", "kda"])
+def test_updates_may_grow_within_a_chunk(rule: str) -> None:
     """With equal keys, elements of the inverse do not decay with the distance of tokens."""
-    case = LinearCase(seqlen=128, gates=1e-3)
+    case = LinearCase(rule, seqlen=128, gates=1e-3)
     given = case.tensors(torch.float16)
     given.k[:] = given.k[:, :1] + 0.1 * given.k
     problem, inputs = prepare(given, case.options(chunked=True))
@@ -190,7 +193,7 @@ def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> di
 @sampled
 @pytest.mark.parametrize("kernel", [1, 2], ids=["states", "outputs"])
 @pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("chip", ["cuda-sm70", "cuda-sm75", "cuda-sm80"])
 def test_main_loops_have_few_bank_conflicts(chip: str, rule: str, headdim: int, kernel: int) -> None:
     """Operands have no conflicts. Values, which are transposed, and copies of few columns of v have some."""
@@ -214,6 +217,14 @@ def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_
     assert kernels.states.chunk == (64 if CHIPS[chip].arch >= 80 else 32)
 
 
+def test_two_tiles_of_keys_may_leave_room_for_short_chunks_only() -> None:
+    """Those of KDA, on chips with 99 KB of shared memory."""
+    for headdim, chunk in ((64, 64), (128, 32)):
+        case = LinearCase("kda", seqlen=1, headdim_k=headdim, headdim_v=128)
+        problem, _ = prepare(case.tensors(torch.bfloat16), case.options(chunked=True))
+        assert {config.chunk for config in choose_chunk_kernels(problem, 80, CHIPS["RTX 4090"])} == {chunk}
+
+
 @pytest.mark.parametrize("rule", ["head", "key"])
 def test_few_heads_share_out_key_dimensions_without_the_delta_rule(rule: str) -> None:
     """Squares of a state copy the fewest keys and values."""
@@ -227,7 +238,7 @@ def test_few_heads_share_out_key_dimensions_without_the_delta_rule(rule: str) ->
 
 @sampled
 @pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"])
 def test_preparation_has_few_bank_conflicts(chip: str, rule: str, headdim: int) -> None:
     """The remaining conflicts come from products of gates and from stores."""
@@ -239,7 +250,7 @@ def test_preparation_has_few_bank_conflicts(chip: str, rule: str, headdim: int) 
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("rule", RULES)
 def test_kernels_fit_every_chip(chip: str, rule: str) -> None:
     limits = CHIPS[chip]
     for headdim_k, headdim_v, batch_size in itertools.product((1, 64, 65, 128, 256), (1, 48, 128, 256), (1, 64)):
@@ -254,7 +265,7 @@ def test_kernels_fit_every_chip(chip: str, rule: str) -> None:
 
 def test_bfloat16_beyond_float16_is_refused_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests code paths that compute in float16."""
-    case = GPU_CASES["delta-plain"]
+    case = CASES["delta-plain"]
     problem, inputs = prepare(case.tensors(torch.bfloat16), case.options(chunked=True))
     inputs.v[0, 3] = 1e6
     monkeypatch.setenv("FASTATTENTION_CHECK_RANGE", "1")

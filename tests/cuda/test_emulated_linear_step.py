@@ -10,7 +10,7 @@ import emulator
 import pytest
 import torch
 from emulated_linear import EmulatedLinear, guarded
-from linear.cases import GPU_CASES
+from linear.cases import CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
 
@@ -36,13 +36,13 @@ class Run(NamedTuple):
         return f"{self.case}-{self.tiles}-{str(self.dtype).removeprefix('torch.')}"
 
 
-RUNS = [Run(*each) for each in itertools.product(GPU_CASES, SMS, DTYPES)]
+RUNS = [Run(*each) for each in itertools.product(CASES, SMS, DTYPES)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
         runs = covering(
-            tier_of(metafunc.config), RUNS, parameters=lambda run: {**run._asdict(), "case": GPU_CASES[run.case]}
+            tier_of(metafunc.config), RUNS, parameters=lambda run: {**run._asdict(), "case": CASES[run.case]}
         )
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
@@ -63,16 +63,16 @@ def assert_equal(one: LinearOutput, other: LinearOutput) -> None:
 
 
 def test_results_are_right(run: Run) -> None:
-    problem, inputs = prepared(GPU_CASES[run.case], run.dtype)
+    problem, inputs = prepared(CASES[run.case], run.dtype)
     check(problem, inputs, attend(problem, inputs, run.tiles))
 
 
 def test_the_list_runs_every_kernel() -> None:
-    problems = [(prepared(GPU_CASES[run.case], run.dtype)[0], SMS[run.tiles]) for run in RUNS]
+    problems = [(prepared(CASES[run.case], run.dtype)[0], SMS[run.tiles]) for run in RUNS]
     assert {choose_step(problem, num_sms) for problem, num_sms in problems} == set(step_variants())
 
 
-@pytest.mark.parametrize("rule", ["delta", "key"])
+@pytest.mark.parametrize("rule", ["delta", "key", "kda"])
 @pytest.mark.parametrize("headdim_v", [64, 62], ids=["aligned-rows", "odd-rows"])
 def test_memory_may_begin_anywhere(rule: str, headdim_v: int) -> None:
     case = LinearCase(rule, seqlen=5, headdim_v=headdim_v, initial_state=True)
@@ -107,7 +107,7 @@ def test_gates_and_beta_have_dtypes_of_their_own(g_dtype: torch.dtype, beta_dtyp
     check(problem, inputs, attend(problem, inputs))
 
 
-@pytest.mark.parametrize("rule", ["delta", "key"])
+@pytest.mark.parametrize("rule", ["delta", "key", "kda"])
 def test_a_gate_of_minus_infinity_forgets_what_was_before(rule: str) -> None:
     problem, inputs = prepared(LinearCase(rule, seqlen=6, initial_state=True), torch.float16)
     inputs.g[:, 3] = -torch.inf
@@ -121,7 +121,7 @@ def test_a_gate_of_minus_infinity_forgets_what_was_before(rule: str) -> None:
 
 
 def test_results_do_not_depend_on_the_order_of_ctas_and_warps() -> None:
-    problem, inputs = prepared(replace(GPU_CASES["delta-varlen"], headdim_k=128), torch.float16)
+    problem, inputs = prepared(replace(CASES["delta-varlen"], headdim_k=128), torch.float16)
     result = attend(problem, inputs)
     for seed in (1, 2):
         with emulator.shuffled(seed):
@@ -129,14 +129,14 @@ def test_results_do_not_depend_on_the_order_of_ctas_and_warps() -> None:
 
 
 def test_inputs_are_left_as_they_are() -> None:
-    problem, inputs = prepared(GPU_CASES["delta-grouped"], torch.float16)
+    problem, inputs = prepared(CASES["delta-grouped"], torch.float16)
     before = [None if x is None else x.clone() for x in inputs]
     attend(problem, inputs)
     assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
 def test_a_plan_serves_other_numbers_at_other_addresses() -> None:
-    case = GPU_CASES["delta-one-token"]
+    case = CASES["delta-one-token"]
     problem, inputs = prepared(case, torch.float16)
     call = EmulatedLinear(num_sms=1).make_call(problem, inputs)
     for _ in range(2):
@@ -195,22 +195,21 @@ def test_tiles_follow_from_states_and_the_gpu(
 ) -> None:
     case = LinearCase(nheads=states, nheads_k=1, seqlen=1, headdim_k=headdim_k, headdim_v=headdim_v)
     problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=False))
-    assert choose_step(problem, num_sms) == StepConfig(torch.float16, False, columns, num_warps)
+    assert choose_step(problem, num_sms) == StepConfig(torch.float16, False, True, columns, num_warps)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"grads": ("q",)}, "gradients of q are needed, which backend 'torch' computes"),
-        ({"rule": "unknown"}, "unknown is not served; use backend='torch'"),
         ({"chunked": True, "dtype": torch.float32}, "chunks of float32 are not served"),
         ({"device": torch.device("meta")}, "tensors are on meta"),
         ({"num_sequences": 2**29}, f"{2**30} states are more than one launch takes"),
     ],
-    ids=["gradients", "rule", "chunks", "device", "states"],
+    ids=["gradients", "chunks", "device", "states"],
 )
 def test_a_refusal_says_why(change: dict[str, Any], reason: str) -> None:
-    problem, _ = prepared(GPU_CASES["delta-plain"], torch.float16)
+    problem, _ = prepared(CASES["delta-plain"], torch.float16)
     backend = EmulatedLinear(num_sms=1)
     assert backend.why_not(problem) is None
     refusal = backend.why_not(replace(problem, **change))

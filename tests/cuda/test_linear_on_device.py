@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattention import UnsupportedError
 from fastattention.backends.cuda.linear.step_config import DTYPES
 from fastattention.gpu_runtime.chips import ARCHS
-from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla
+from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla, recurrent_kda
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import prepare
@@ -58,7 +58,7 @@ def test_results_are_right_and_repeat(
 
 def step(case: LinearCase, inputs: LinearInputs, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
     arguments = [x for x in inputs[:5] if x is not None]
-    more = {"use_qk_l2norm_in_kernel": True} if case.rule == "delta" else {}
+    more = {"use_qk_l2norm_in_kernel": True} if case.has_beta else {}
     out, state = function(
         *arguments, initial_state=inputs.initial_state, output_final_state=True, cu_seqlens=inputs.cu_seqlens,
         backend="cuda", **more,
@@ -66,7 +66,7 @@ def step(case: LinearCase, inputs: LinearInputs, function: Callable[..., Any]) -
     return out, state
 
 
-FUNCTIONS = {"delta": recurrent_gated_delta_rule, "head": recurrent_gla, "key": recurrent_gla}
+FUNCTIONS = {"delta": recurrent_gated_delta_rule, "head": recurrent_gla, "key": recurrent_gla, "kda": recurrent_kda}
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])

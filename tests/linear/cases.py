@@ -35,7 +35,5 @@ def _every_rule() -> dict[str, LinearCase]:
 
 CASES = _every_rule() | {
     "delta-no-l2norm": LinearCase(l2norm=False, initial_state=True),
+    "kda-no-l2norm": LinearCase("kda", l2norm=False, initial_state=True),
 }
-
-# What kernels for GPUs serve.
-GPU_CASES = {name: case for name, case in CASES.items() if case.rule != "kda"}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.linear.problem import LinearProblem
 
 
-def why_not_kernels(problem: LinearProblem, rules: Collection[str]) -> str | None:
-    """Why kernels of ours for `rules`, which compute no gradients, cannot serve `problem`; None where they can."""
-    if problem.rule not in rules:
-        return f"{problem.rule} is not served; use backend='torch'"
+def why_not_kernels(problem: LinearProblem) -> str | None:
+    """Why kernels of ours, which compute no gradients, cannot serve `problem`; None where they can."""
     if problem.grads:
         named = ", ".join(problem.grads)
         return f"gradients of {named} are needed, which backend 'torch' computes; use it or torch.no_grad()"

@@ -18,7 +18,6 @@ from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearProblem
 
-_RULES = ("gla", "gated_delta_rule", "ssd")
 _MOST_CTAS = 2**31 - 1  # CTAs of a launch
 
 
@@ -33,7 +32,7 @@ class CudaLinearBackend(LinearBackend):
 
     def why_not(self, problem: LinearProblem) -> str | None:
         """Refuses gradients, chunks of float32, and more states than a launch has CTAs for."""
-        if (reason := self._why_not_device(problem) or why_not_kernels(problem, _RULES)) is not None:
+        if (reason := self._why_not_device(problem) or why_not_kernels(problem)) is not None:
             return reason
         if problem.chunked and problem.dtype is torch.float32:
             return "chunks of float32 are not served; use float16, bfloat16, the recurrent function or backend='torch'"

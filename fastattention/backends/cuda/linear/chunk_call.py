@@ -2,7 +2,8 @@
 
 The first computes what depends on no state, for all chunks at once. The second computes states, chunk after chunk, and
 the third outputs of all chunks at once. The state before each chunk is kept until then: 512 bytes of scratch for each
-token and head, with chunks of 64 tokens and 128 x 128 elements a state. The delta rule takes 256 more for updates.
+token and head, with chunks of 64 tokens and 128 x 128 elements a state. Delta rules take 256 more for updates. With a
+gate for every key dimension, queries and keys times gates take 512, and 256 more with the delta rule.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class ChunkedCall:
         state, updates = self._columns_v * states.headdim, self._columns_v * states.chunk * problem.delta_rule
         scratch = {  # bytes
             "scores": 2 * square, "inverse": 2 * square * problem.delta_rule, "factors": 4 * prepare.num_factors,
-            "q_scaled": 2 * tokens, "k_scaled": 2 * tokens, "states": 2 * state, "updates": 2 * updates,
+            "q_scaled": 2 * tokens, "k_scaled": 2 * tokens * (1 + problem.delta_rule),
+            "states": 2 * state, "updates": 2 * updates,
         }  # fmt: skip
         *self._offsets, self._scratch_bytes = itertools.accumulate(
             (heads * size for size in scratch.values()), initial=0

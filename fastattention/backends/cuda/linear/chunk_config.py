@@ -29,7 +29,7 @@ class ChunkVariant(PlainTiles, TileVariant):
     column_warps: ClassVar = 1
 
     chunk: int  # tokens
-    rule: str  # "delta", or of gated linear attention with a gate a "head" or a "key" dimension
+    rule: str  # delta rules: "delta", or "kda" with gates per key; otherwise with a gate a "head" or a "key" dimension
 
     @property
     def tile_m(self) -> int:
@@ -45,18 +45,18 @@ class ChunkVariant(PlainTiles, TileVariant):
 
     @property
     def num_factors(self) -> int:
-        """Floats of a chunk in scratch: gates of keys, or the planes of kernels/factors.cuh and the state's own."""
-        return self.key_columns if self.gate_per_key else 4 * self.chunk + 4
+        """Floats of a chunk in scratch (kernels/factors.cuh)."""
+        return self.key_columns + self.delta_rule * self.chunk if self.gate_per_key else 4 * self.chunk + 4
 
     @property
     def delta_rule(self) -> bool:
         """Otherwise gated linear attention."""
-        return self.rule == "delta"
+        return self.rule in ("delta", "kda")
 
     @property
     def gate_per_key(self) -> bool:
         """Whether every key dimension has a gate."""
-        return self.rule == "key"
+        return self.rule in ("key", "kda")
 
     @property
     def num_warps(self) -> int:
@@ -121,9 +121,10 @@ class PrepareKeysConfig(ChunkVariant):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA, which the kernel asserts: slices of columns, and products of their gates."""
-        columns = self.slice_columns
-        return self.num_sizes * self.tile_bytes(self.chunk, columns) + self.num_warps * columns * 4
+        """Shared memory of a CTA, which the kernel asserts (kernels/prepare_keys.cuh)."""
+        columns, delta = self.slice_columns, self.delta_rule
+        tiles = self.num_sizes * self.tile_bytes(self.chunk // 2 * (2 + delta), columns)
+        return tiles + self.num_warps * columns * 4 + 3 * delta * self.chunk * 4
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,14 @@ class StatesConfig(ChunkVariant):
         """Shared memory of a CTA, which the kernel asserts."""
         columns, delta = self.value_columns, self.delta_rule
         squares = delta * self.tile_bytes(self.chunk, self.chunk)
-        tokens = self.tile_bytes(self.chunk, self.key_columns) + self.tile_bytes(self.chunk, columns)
+        keys, values = self.tile_bytes(self.chunk, self.key_columns), self.tile_bytes(self.chunk, columns)
         turns = 1 + self.values_ahead  # of what warps exchange
         states, updates = self.tile_bytes(columns, self.key_columns), self.tile_bytes(columns, self.chunk)
-        stages = self.num_stages * (squares + tokens + 4 * self.num_factors)
-        return stages + turns * states + (turns + 2 * delta) * updates
+        if delta and self.gate_per_key:  # a second tile of keys, whose place updates take
+            keys, exchanged = keys + max(keys, updates), updates
+        else:
+            exchanged = (turns + 2 * delta) * updates
+        return self.num_stages * (squares + keys + values + 4 * self.num_factors) + turns * states + exchanged
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from fastattention.gpu_runtime.chips import Limits
 from fastattention.linear.problem import LinearProblem
 
 # Tokens of a chunk. Chunks of 64 tokens halve the number of sequential steps. Copies through registers have one stage.
-# There, 32 tokens make room for a second CTA, which works while the first one copies.
+# There, 32 tokens make room for a second CTA, which works while the first one copies. KDA has two tiles of keys: with
+# 99 KB of shared memory and headdims above 64, two of its long chunks do not fit.
 _LONG_CHUNK, _CHUNK = 64, 32
 _WIDEST_OF_LONG_CHUNKS = 128  # largest headdim of keys with long chunks
 
@@ -54,16 +55,18 @@ def operand_dtype(dtype: torch.dtype, arch: int) -> torch.dtype:
 def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> ChunkKernels:
     """The kernels of a chunked problem in 16 bits."""
     headdim = padded_headdim(problem.headdim_k)
-    rule = "delta" if problem.delta_rule else "key" if problem.gate_per_key else "head"
-    chunk = _LONG_CHUNK if arch >= 80 and headdim <= _WIDEST_OF_LONG_CHUNKS else _CHUNK
-    common = arch, operand_dtype(problem.dtype, arch), headdim, chunk, rule
+    rule = (("head", "key"), ("delta", "kda"))[problem.delta_rule][problem.gate_per_key]
+    has_long_chunks = arch >= 80 and headdim <= _WIDEST_OF_LONG_CHUNKS
+    dtype = operand_dtype(problem.dtype, arch)
     states = next(
         config
+        for chunk in ((_LONG_CHUNK, _CHUNK) if has_long_chunks else (_CHUNK,))
         for num_steps, num_key_parts in _divisions(problem, headdim, arch, limits)
         for num_stages in (_STAGES[problem.delta_rule] if arch >= 80 else (1,))
-        for config in [StatesConfig(*common, num_steps, num_key_parts, num_stages)]
+        for config in [StatesConfig(arch, dtype, headdim, chunk, rule, num_steps, num_key_parts, num_stages)]
         if config.shared_bytes <= limits.shared_per_cta
     )
+    common = arch, dtype, headdim, states.chunk, rule
     outputs = next(
         config
         for columns in _OUT_COLUMNS

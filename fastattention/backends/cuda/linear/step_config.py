@@ -29,13 +29,14 @@ class StepConfig(Elements, Variant):
 
     dtype: torch.dtype  # dtype of q, k, v and out
     gate_per_key: bool
+    allows_delta: bool  # whether calls may use the delta rule; with gates of heads, they always may
     columns: int  # columns of a state that a CTA takes; a lane holds as many elements
     num_warps: int  # warps that share out the rows
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, for sums of rows that warps exchange; kernels/step.cuh asserts the same."""
-        products = 1 if self.gate_per_key else 2  # sums of each column; the delta rule has gates of heads only
+        products = 1 + self.allows_delta  # sums of each column
         fours = products * self.columns // 4 + 1  # groups of four sums of a warp, with one that belongs to no column
         return 2 * self.num_warps * fours * 16 if self.num_warps > 1 else 0
 
@@ -47,4 +48,6 @@ class StepConfig(Elements, Variant):
 
 def step_variants(dtypes: Iterable[torch.dtype] = DTYPES) -> list[StepConfig]:
     """Every variant that calls ask for, to compile them ahead, inspect or test them."""
-    return [StepConfig(*each) for each in itertools.product(dtypes, (False, True), STEP_COLUMNS, STEP_WARPS)]
+    rules = (False, True), (True, False), (True, True)
+    each = itertools.product(dtypes, rules, STEP_COLUMNS, STEP_WARPS)
+    return [StepConfig(dtype, *rule, columns, num_warps) for dtype, rule, columns, num_warps in each]

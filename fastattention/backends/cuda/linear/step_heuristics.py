@@ -15,7 +15,8 @@ def choose_step(problem: LinearProblem, num_sms: int) -> StepConfig:
     narrow, wide = STEP_COLUMNS
     num_warps = next(warps for warps in STEP_WARPS if warps * StepConfig.warp_rows >= problem.headdim_k)
     is_narrow = problem.headdim_v <= narrow or num_ctas(problem, wide) < num_sms
-    return StepConfig(problem.dtype, problem.gate_per_key, narrow if is_narrow else wide, num_warps)
+    rule = problem.gate_per_key, problem.delta_rule or not problem.gate_per_key
+    return StepConfig(problem.dtype, *rule, narrow if is_narrow else wide, num_warps)
 
 
 def num_ctas(problem: LinearProblem, columns: int) -> int:

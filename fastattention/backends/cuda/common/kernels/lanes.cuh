@@ -19,6 +19,21 @@ FA_DEVICE float sum_of_lanes(float x) {
     return x;
 }
 
+// The same of kLanes values, of which each lane gets the sum with its index in the group. x is overwritten.
+template <int kLanes>
+FA_DEVICE float own_sum_of_lanes(float (&x)[kLanes]) {
+#pragma unroll
+    for (int count = kLanes / 2; count > 0; count /= 2) {
+        const bool second = lane_index() & count;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const float sent = second ? x[i] : x[i + count], kept = second ? x[i + count] : x[i];
+            x[i] = kept + shuffle_xor(sent, count);
+        }
+    }
+    return x[0];
+}
+
 template <int kLanes = 32>
 FA_DEVICE float maximum_of_lanes(float x) {
 #pragma unroll

@@ -8,6 +8,9 @@ namespace fastattention {
 
 constexpr int kChunk = Config::chunk;  // tokens of a chunk
 
+// Added to the squared length of a key or query.
+constexpr float kLengthEpsilon = 1e-6f;  // as in linear/reference.py
+
 // A sequence of tokens. Its last chunk may have fewer tokens than the others, but its slot of scratch is as large.
 struct Sequence {
     int batch;          // row of the batch

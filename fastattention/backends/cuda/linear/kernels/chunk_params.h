@@ -9,8 +9,9 @@ namespace fastattention {
 //
 //     scores    (chunk, chunk)      weights of the chunk's own updates in its outputs
 //     inverse   (chunk, chunk)      with the delta rule
-//     factors                       of tokens, or gates of keys
-//     q_scaled, k_scaled  (chunk, columns of a tile)    with a gate for every key dimension
+//     factors                       factors.cuh
+//     q_scaled, k_scaled  (chunk, columns of a tile)    with a gate for every key dimension; with the delta rule,
+//                                                       k_scaled has as many asking keys after these
 //     states    (columns of v, columns of a tile)   before the chunk
 //     updates   (columns of v, chunk)               with the delta rule
 struct ChunkParams {

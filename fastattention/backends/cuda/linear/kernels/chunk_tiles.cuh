@@ -7,9 +7,6 @@
 
 namespace fastattention {
 
-constexpr bool kGatePerKey = Config::gate_per_key;
-static_assert(!(kDeltaRule && kGatePerKey), "the delta rule has one gate a head");
-
 constexpr int kColumns = kHeaddimV;  // columns of v per CTA
 
 // The number of CTAs that divide the columns of v of a head.
@@ -64,12 +61,13 @@ struct TokenRows {
     int64_t stride_head;
 };
 
-// The rows of a head, starting at a column. With a gate for every key dimension they are in scratch, kStride elements each.
-template <int kStride>
+// The rows of a head, starting at a column. With a gate for every key dimension they are in scratch, kStride elements each
+// and kRows of each chunk.
+template <int kStride, int kRows = kChunk>
 FA_DEVICE SourceRows<uint16_t, false> token_source(const ChunkParams& p, const Sequence& sequence, int head,
                                                    const TokenRows& rows, const uint16_t* scaled, int column) {
     if constexpr (kGatePerKey)
-        return {scaled + slot_of(p, sequence, head) * (kChunk * kStride) + column, kStride, sequence.num_chunks() * kChunk,
+        return {scaled + slot_of(p, sequence, head) * (kRows * kStride) + column, kStride, sequence.num_chunks() * kRows,
                 kStride - column};
     const int64_t offset = sequence.offset(rows.stride_batch, rows.stride_row, rows.stride_head, head / p.group_size);
     return {rows.base + offset + column, rows.stride_row, sequence.length, p.columns_k - column};

@@ -14,6 +14,7 @@
 #include "factors.cuh"
 #include "gates.cuh"
 #include "lanes.cuh"
+#include "triangle.cuh"
 
 namespace fastattention {
 
@@ -22,14 +23,10 @@ constexpr int kRowGroups = kChunk / Arch::kStepRows;
 static_assert(kWarps == kRowGroups * (kDeltaRule ? 2 : 1), "a warp has rows of queries or of keys");
 static_assert(kThreads >= kChunk, "a thread has a token");
 
-// Tokens of a part. Within a part, gates are multiplied and rows of the inverse are computed one after the other. Across
-// parts they are products of parts.
+// Tokens of a part. Within a part, gates are multiplied one after the other. Across parts they are products of parts.
 constexpr int kPart = 16;
 
 using TokenCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
-
-// Added to the squared length of a key or query.
-constexpr float kLengthEpsilon = 1e-6f;  // as in linear/reference.py
 
 // The shared memory of a chunk: keys and queries, products of gates, and values per token. With the delta rule, L later
 // takes the place of the products, and its inverse the place of keys and queries.
@@ -42,9 +39,7 @@ class ChunkMemory {
     static_assert(kLengths + 2 * kChunk * 4 == Config::shared_bytes);
 
 public:
-    // Row pitch of L and its inverse: eight lanes that read 16 bytes each of neighbouring rows are in different banks.
-    static constexpr int kPitch = (kChunk + 4) * 4;
-    static_assert(kPitch <= kProductPitch && kChunk * kPitch <= 2 * TokenCopy::kBytes, "there is room");
+    static_assert(Triangle::kPitch <= kProductPitch && Triangle::kBytes <= 2 * TokenCopy::kBytes, "there is room");
 
     FA_DEVICE ChunkMemory() : at_(shared_memory()) {}
 
@@ -56,22 +51,11 @@ public:
     FA_DEVICE uint32_t beta(int token) const { return at_ + kBetas + token * 4; }
     // The factors of keys, then of queries: inverses of their lengths. Without the delta rule, betas are factors of keys.
     FA_DEVICE uint32_t length(int row) const { return at_ + kLengths + row * 4; }
-    // Elements of L, and of its inverse.
-    FA_DEVICE uint32_t system(int row, int column) const { return at_ + kProducts + row * kPitch + column * 4; }
-    FA_DEVICE uint32_t inverse(int row, int column) const { return at_ + row * kPitch + column * 4; }
+    FA_DEVICE Triangle triangle() const { return {at_ + kProducts, at_}; }
 
 private:
     uint32_t at_;
 };
-
-FA_DEVICE float load_number(uint32_t at) { return as_float(load_shared_32(at)); }
-FA_DEVICE void store_number(uint32_t at, float x) { store_shared_32(at, as_bits(x)); }
-
-FA_DEVICE void load_numbers(uint32_t at, float* four) {
-    const Words4 words = load_shared_128(at);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = as_float(words.word[i]);
-}
 
 class PrepareChunk {
 public:
@@ -111,13 +95,8 @@ public:
         }
         if constexpr (kDeltaRule) {
             cta_barrier();
-            if (warp_index() < kChunk / kTriangle) invert_triangle(warp_index() * kTriangle);
-            cta_barrier();
-            if constexpr (kChunk > kTriangle) {
-                if (warp_index() < kTriangle / kPart) join_triangles(warp_index() * kPart);
-                cta_barrier();
-            }
-            write_inverse();
+            memory_.triangle().invert();
+            memory_.triangle().write(p_.inverse + static_cast<int64_t>(slot_) * (kChunk * kChunk));
         }
     }
 
@@ -316,119 +295,10 @@ private:
         }
     }
 
-    // Stores L in shared memory. Its diagonal is never read.
     FA_DEVICE void leave_system(const Products& products, int group) const {
         visit_pairs(products, group, [&](int row, int column, const float* pair) {
-            const int odd = row % 2;  // neighbouring rows begin with different columns, in different banks
-            store_number(memory_.system(row, column + odd), odd ? pair[1] : pair[0]);
-            store_number(memory_.system(row, column + 1 - odd), odd ? pair[0] : pair[1]);
+            memory_.triangle().store_pair(row, column, pair[0], pair[1]);
         });
-    }
-
-    // The inverse T of a triangle (L1, 0; L21, L2) is (T1, 0; -T2 L21 T1, T2). So parts on the diagonal are inverted first.
-    // Products join two of them to a triangle, and two triangles to the whole. L21 T1 is kept in unused memory of L above
-    // the diagonal meanwhile.
-    static constexpr int kTriangle = kChunk < 2 * kPart ? kPart : 2 * kPart;
-    static_assert(kChunk == kTriangle || kChunk == 2 * kTriangle, "two triangles are joined");
-
-    // One warp inverts a triangle.
-    FA_DEVICE void invert_triangle(int first) const {
-        if constexpr (kTriangle == kPart) {
-            if (lane_index() < kPart) invert_part(first);
-            return;
-        }
-        const int second = first + kPart;
-        invert_part(lane_index() < kPart ? first : second);
-        warp_barrier();
-        multiply<kPart, false>(memory_.system(second, first), memory_.inverse(first, first), memory_.system(first, second));
-        warp_barrier();
-        multiply<kPart, true>(memory_.inverse(second, second), memory_.system(first, second), memory_.inverse(second, first));
-    }
-
-    // A lane computes a column: T_ij = -sum of L_ik T_kj over k < i. It computes four rows at a time, whose sums over
-    // earlier rows do not depend on each other.
-    FA_DEVICE void invert_part(int first) const {
-        const int column = lane_index() % kPart;
-        float x[kPart];
-#pragma unroll
-        for (int row = 0; row < kPart; ++row) x[row] = row == column ? 1.0f : 0.0f;
-#pragma unroll
-        for (int rows = 0; rows < kPart; rows += 4)
-#pragma unroll
-            for (int k = 0; k <= rows; k += 4) {
-                float system[4][4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) load_numbers(memory_.system(first + rows + i, first + k), system[i]);
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (k + j < rows + i) x[rows + i] -= system[i][j] * x[k + j];
-            }
-#pragma unroll
-        for (int row = 0; row < kPart; ++row) store_number(memory_.inverse(first + row, first + column), x[row]);
-    }
-
-    // Computes the warp's columns of the square below the first triangle and beside the second.
-    FA_DEVICE void join_triangles(int column) const {
-        multiply<kTriangle, false>(memory_.system(kTriangle, 0), memory_.inverse(0, column),
-                                   memory_.system(0, kTriangle + column), column);
-        warp_barrier();
-        multiply<kTriangle, true>(memory_.inverse(kTriangle, kTriangle), memory_.system(0, kTriangle + column),
-                                  memory_.inverse(kTriangle, column));
-    }
-
-    // A warp computes to = a b, or -a b, where a has kSize rows and columns, and b and `to` have kPart columns. b is 0
-    // before first_row, a multiple of kPart; for -a b, a is 0 above its diagonal. A lane computes four columns of every
-    // eighth row: with smaller shares, values would be loaded more often.
-    template <int kSize, bool kNegates>
-    FA_DEVICE void multiply(uint32_t a, uint32_t b, uint32_t to, int first_row = 0) const {
-        constexpr int kPitch = ChunkMemory::kPitch, kRows = kSize / 8;
-        const int row = lane_index() / 4 * kPitch, column = lane_index() % 4 * 16;  // in bytes
-        float sums[kRows][4] = {};
-#pragma unroll
-        for (int part = 0; part < kSize; part += kPart) {
-            if (part < first_row) continue;
-            const int first = kNegates ? part / 8 : 0;
-#pragma unroll 1
-            for (int k = part; k < part + kPart; k += 4) {
-                float left[kRows][4];
-#pragma unroll
-                for (int r = first; r < kRows; ++r) load_numbers(a + row + r * 8 * kPitch + k * 4, left[r]);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float right[4];
-                    load_numbers(b + (k + i) * kPitch + column, right);
-#pragma unroll
-                    for (int r = first; r < kRows; ++r)
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) sums[r][j] += left[r][i] * right[j];
-                }
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            Words4 words;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) words.word[j] = as_bits(kNegates ? -sums[r][j] : sums[r][j]);
-            store_shared_128(to + row + r * 8 * kPitch + column, words);
-        }
-    }
-
-    FA_DEVICE void write_inverse() const {
-        for (int i = thread_index(); i < kChunk * (kChunk / 8); i += kThreads) {
-            const int row = i / (kChunk / 8), column = i % (kChunk / 8) * 8;
-            Words4 words = {};
-            if (column < row) {
-                float x[8];
-#pragma unroll
-                for (int four = 0; four < 8; four += 4) load_numbers(memory_.inverse(row, column + four), &x[four]);
-#pragma unroll
-                for (int j = 0; j < 8; j += 2)
-                    words.word[j / 2] = Operand::pack(column + j < row ? x[j] : 0.0f, column + j + 1 < row ? x[j + 1] : 0.0f);
-            }
-            store_global_128(p_.inverse + (static_cast<int64_t>(slot_) * kChunk + row) * kChunk + column, words);
-        }
     }
 
     const ChunkParams& p_;

@@ -1,95 +1,43 @@
 // Computes what does not depend on the state, for all chunks of tokens at once, with a gate for every key dimension. a(i, j)
 // is the product of the gates of tokens j+1 to i, a vector, and a(i, -1) of all tokens of the chunk up to i:
 //
-//     q_scaled   scale a(i, -1) q_i                  factors   a(last, -1)
-//     k_scaled   a(last, j) k_j                      scores    scale (a(i, j) q_i) . k_j  for j <= i
+//     q_scaled   scale a(i, -1) q_i          factors   a(last, -1); with the delta rule then beta of each token
+//     k_scaled   a(last, j) k_j              scores    scale (a(i, j) q_i) . k_j  for j <= i
 //
-// Scores within a subchunk of 4 tokens are summed in float. Scores of tokens further apart come from matrix instructions: in
-// parts of 4 tokens first, then of 8, 16 and 32, queries of every second part meet keys of the part before it.
+// and with the delta rule, whose keys ask the state as queries do, asking keys:
 //
-//     tokens   0 1 2 3   4 5 6 7   8 ...      4: queries 4 to 7 with keys 0 to 3
-//              ---4---   ---4---   ---        8: queries 8 to 15 with keys 0 to 7
-//              --------8--------   ---       16: queries 16 to 31 with keys 0 to 15
+//     k_scaled   then a(i, -1) k_i           inverse   (I + L)^-1 - I, where L is beta_i (a(i, j) k_i) . k_j for j < i
+//
+// Scores and L within a subchunk of 4 tokens are summed in float. Those of tokens further apart come from matrix
+// instructions, in parts of tokens of several sizes (part_tiles.cuh).
 //
 // Queries are multiplied by all gates since their part began, keys by all gates after them until their part ends. These are
 // products of gates, never quotients, so no factor exceeds 1 and strong gates do not overflow. Operands are rounded to 16
-// bits once. Each size of parts has a tile with a row per token: its query in every second part, otherwise its key.
+// bits once.
+//
+// The delta rule normalizes queries and keys if asked to. A first pass over them computes their lengths.
 #pragma once
 
 #include FA_ARCH_HEADER
 
-#include "chunk.cuh"
-#include "gates.cuh"
+#include "fours.cuh"
 #include "lanes.cuh"
-#include "numbers.cuh"
+#include "part_tiles.cuh"
+#include "triangle.cuh"
 
 namespace fastattention {
 
-constexpr int kSubchunk = 4, kGroup = 16, kGroups = kChunk / kGroup;
-constexpr int kSlice = Config::slice_columns;  // columns of queries and keys at a time
 constexpr int kGateFormat = Config::gate_format;
-constexpr int kSizes = Config::num_sizes;  // of parts: kSubchunk << index
-static_assert(kChunk == kSubchunk << kSizes && (kGroups == 4 || kGroups == 2), "two or four groups are joined");
 static_assert(kWarps == kChunk / (2 * kSubchunk), "a warp has two subchunks");
-static_assert(kHeaddim % kSlice == 0 && kChunk % Arch::kStepRows == 0, "slices and steps are whole");
+static_assert(kHeaddim % kSlice == 0, "slices are whole");
 
-// Shared memory holds tiles of all sizes and each warp's products of gates; scores later take their place.
-constexpr int kPitch = pitch_of<2>(kSlice);
-constexpr int kTileBytes = kChunk * kPitch;
+// Shared memory holds tiles of all sizes and each warp's products of gates, and with the delta rule betas and the inverses
+// of lengths of queries and keys. Scores, L and its inverse later take the place of tiles.
+constexpr int kGatesAt = kSizes * kTileBytes, kBetasAt = kGatesAt + kWarps * kSlice * 4, kLengthsAt = kBetasAt + kChunk * 4;
+static_assert(kBetasAt + kDeltaRule * 3 * kChunk * 4 == Config::shared_bytes);
 constexpr int kScorePitch = pitch_of<2>(kChunk);
-static_assert(kSizes * kTileBytes + kWarps * kSlice * 4 == Config::shared_bytes);
-static_assert(kChunk * kScorePitch <= Config::shared_bytes, "there is room");
-
-// Values of four neighbouring columns.
-struct Four {
-    float x[4];
-
-    Four() = default;
-    explicit FA_DEVICE Four(float all) : x{all, all, all, all} {}
-
-    static FA_DEVICE Four load(uint32_t at) {
-        const Words4 words = load_shared_128(at);
-        Four result;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) result.x[i] = as_float(words.word[i]);
-        return result;
-    }
-
-    FA_DEVICE Words4 words() const { return {as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}; }
-    FA_DEVICE Words2 packed() const { return {Operand::pack(x[0], x[1]), Operand::pack(x[2], x[3])}; }
-};
-
-FA_DEVICE Four operator*(const Four& a, const Four& b) {
-    Four result;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) result.x[i] = a.x[i] * b.x[i];
-    return result;
-}
-
-FA_DEVICE Four chosen(bool first, const Four& a, const Four& b) {
-    Four result;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) result.x[i] = first ? a.x[i] : b.x[i];
-    return result;
-}
-
-FA_DEVICE uint32_t half_of(const Words2& words, int i) { return words.word[i / 2] >> i % 2 * 16 & 0xffffu; }
-
-// Reads gates from memory, four neighbours at once.
-template <int kFormat>
-struct Gates {
-    using Number = uint16_t;
-    using Words = Words2;
-    static FA_DEVICE Words read(const Number* at) { return load_global_64(at); }
-    static FA_DEVICE uint32_t bits(const Words& words, int i) { return half_of(words, i); }
-};
-template <>
-struct Gates<kFloat32> {
-    using Number = float;
-    using Words = Words4;
-    static FA_DEVICE Words read(const Number* at) { return load_global_128(at); }
-    static FA_DEVICE uint32_t bits(const Words& words, int i) { return words.word[i]; }
-};
+constexpr int kSystemAt = kChunk * kScorePitch, kInverseAt = kSystemAt + Triangle::kBytes;
+static_assert((kDeltaRule ? kInverseAt + Triangle::kBytes : kSystemAt) <= kBetasAt, "there is room");
 
 class PrepareKeys {
 public:
@@ -104,30 +52,37 @@ public:
         k_ = p.k + batch * p.k_stride_batch + row * p.k_stride_row + key_head * p.k_stride_head + own_column();
         g_ = static_cast<const KeyGates::Number*>(p.g) + batch * p.g_stride_batch + row * p.g_stride_row +
              head * p.g_stride_head + own_column();
+        if constexpr (kDeltaRule) leave_beta(sequence, chunk, head);
     }
 
     FA_DEVICE void run() {
+        if constexpr (kDeltaRule) find_lengths();
 #pragma unroll 1
         for (int column = 0; column < kHeaddim; column += kSlice) add_slice(read(column), column);
         cta_barrier();
         leave_scores();
         cta_barrier();
         write_scores();
+        if constexpr (kDeltaRule) {
+            triangle().invert();
+            triangle().write(p_.inverse + static_cast<int64_t>(slot_) * (kChunk * kChunk));
+        }
     }
 
 private:
     using Products = float[1][kGroup / 8][Arch::kElements];
     using KeyGates = Gates<kGateFormat>;
 
-    // Four columns of a block, which a lane reads, as they are in memory: four columns of a subchunk.
+    // Four columns of a subchunk, which a lane reads, as they are in memory.
     struct Bits {
         Words2 queries[kSubchunk], keys[kSubchunk];
         KeyGates::Words gates[kSubchunk];
     };
 
-    // Queries times the gates of the subchunk up to theirs, keys times the gates after them, and the product of all gates.
+    // Queries and asking keys times the gates of the subchunk up to theirs, keys times the gates after them, and the product
+    // of all gates.
     struct Subchunk {
-        Four queries[kSubchunk], keys[kSubchunk], gates;
+        Four queries[kSubchunk], asking[kSubchunk], keys[kSubchunk], gates;
     };
 
     // Products of the gates of a part: of those before the lane's subchunk, of those after it, and of all.
@@ -148,11 +103,61 @@ private:
     FA_DEVICE int own_token() const { return (warp_ * 2 + own_subchunk()) * kSubchunk; }
 
     FA_DEVICE uint32_t tile(int size, int row) const { return memory_ + size * kTileBytes + row * kPitch; }
-    FA_DEVICE uint32_t gates_of_warp(int warp) const {
-        return memory_ + kSizes * kTileBytes + warp * kSlice * 4 + own_column() * 4;
+    FA_DEVICE uint32_t gates_of_warp(int warp) const { return memory_ + kGatesAt + warp * kSlice * 4 + own_column() * 4; }
+    FA_DEVICE uint32_t beta(int token) const { return memory_ + kBetasAt + token * 4; }
+    // The inverses of lengths of the lane's four keys, or of its queries.
+    FA_DEVICE uint32_t lengths(bool of_queries) const {
+        return memory_ + kLengthsAt + (of_queries * kChunk + own_token()) * 4;
+    }
+    FA_DEVICE Triangle triangle() const { return {memory_ + kSystemAt, memory_ + kInverseAt}; }
+
+    // Stores the beta of a thread's token in shared memory and in factors. Padding tokens leave the state unchanged.
+    FA_DEVICE void leave_beta(const Sequence& sequence, int chunk, int head) const {
+        const int token = thread_index(), row = chunk * kChunk + token;
+        if (token >= kChunk) return;
+        float x = 0.0f;
+        if (row < sequence.length) {
+            const int64_t betas = sequence.offset(p_.beta_stride_batch, p_.beta_stride_row, p_.beta_stride_head, head);
+            x = widen_bits(read_bits(p_.beta, betas + row * p_.beta_stride_row, p_.beta_format), p_.beta_format);
+        }
+        store_number(beta(token), x);
+        p_.factors[static_cast<int64_t>(slot_) * kFactors + factor_of_token(kBetas, token)] = x;
     }
 
-    // Reads the next slice, which the L2 cache prefetched with the previous one. Rows of q, k and g have the same columns: chunk_call.py
+    // Computes the inverses of the lengths of the lane's tokens, whose rows are read once more afterwards.
+    FA_DEVICE void find_lengths() {
+        Four queries(1.0f), keys(1.0f);
+        if (p_.normalizes) {
+            queries = keys = Four(0.0f);
+#pragma unroll 1
+            for (int column = 0; column < kHeaddim; column += kSlice) {
+                const Bits bits = read(column);
+#pragma unroll
+                for (int row = 0; row < kSubchunk; ++row)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float query = element_of(bits.queries[row], i), key = element_of(bits.keys[row], i);
+                        queries.x[row] += query * query;
+                        keys.x[row] += key * key;
+                    }
+            }
+            q_ -= kHeaddim;
+            k_ -= kHeaddim;
+            g_ -= kHeaddim;
+#pragma unroll
+            for (int row = 0; row < kSubchunk; ++row) {
+                queries.x[row] = reciprocal_root(sum_of_lanes<16>(queries.x[row]) + kLengthEpsilon);
+                keys.x[row] = reciprocal_root(sum_of_lanes<16>(keys.x[row]) + kLengthEpsilon);
+            }
+        }
+        if (own_column() == 0) {
+            store_shared_128(lengths(true), queries.words());
+            store_shared_128(lengths(false), keys.words());
+        }
+        warp_barrier();
+    }
+
+    // Reads the next slice, which the L2 cache prefetched with the previous one. Rows of q, k and g have the same columns:
     // chunk_call.py aligns all of them.
     FA_DEVICE Bits read(int column) {
         const int rows = column + own_column() < p_.columns_k ? rows_ : 0;
@@ -176,26 +181,32 @@ private:
         Subchunk subchunk;
         multiply_subchunk(bits, subchunk);
         Part part = {Four(1.0f), Four(1.0f), subchunk.gates};
-        leave(0, own_subchunk() == 1, subchunk, part);
+        leave(0, subchunk, part);
         join_lanes(part, own_subchunk() == 1);
-        leave(1, warp_ % 2, subchunk, part);
+        leave(1, subchunk, part);
         if (own_subchunk() == 0) store_shared_128(gates_of_warp(warp_), part.gates.words());
         cta_barrier();
-        multiply(inner_, inner_task());
         join_warps<1>(part);
-        leave(2, warp_ / 2 % 2, subchunk, part);
+        leave(2, subchunk, part);
         join_warps<2>(part);
-        if constexpr (kGroups == 4) {
-            leave(3, warp_ / 4, subchunk, part);
+        if constexpr (kSizes == 4) {
+            leave(3, subchunk, part);
             join_warps<4>(part);
         }
         write(subchunk, part, column);
+        multiply<true>();  // later than it could, as the subchunk took most registers
         cta_barrier();
-        if (has_outer_task()) multiply(outer_, outer_task());
+        multiply<false>();
     }
 
     // Keys are multiplied with one query after the other, and before each by the gate of its token.
     FA_DEVICE void multiply_subchunk(const Bits& bits, Subchunk& subchunk) {
+        float sums[kSubchunk * kSubchunk] = {};  // scores; above the diagonal is L, transposed
+        Four of_queries, of_keys;
+        if constexpr (kDeltaRule) {
+            of_queries = Four::load(lengths(true));
+            of_keys = Four::load(lengths(false));
+        }
 #pragma unroll
         for (int column = 0; column < 4; ++column) {
             float keys[kSubchunk], since = 1.0f;
@@ -203,37 +214,58 @@ private:
             for (int row = 0; row < kSubchunk; ++row) {
                 const float gate =
                     exp2_approximate(widen_bits(KeyGates::bits(bits.gates[row], column), kGateFormat) * kLog2E);
-                const float query = Element::widen(static_cast<uint16_t>(half_of(bits.queries[row], column)));
-                keys[row] = Element::widen(static_cast<uint16_t>(half_of(bits.keys[row], column)));
+                float query = element_of(bits.queries[row], column), key = element_of(bits.keys[row], column);
+                if constexpr (kDeltaRule) {
+                    query *= of_queries.x[row];
+                    key *= of_keys.x[row];
+                }
+                keys[row] = key;
 #pragma unroll
                 for (int i = 0; i < row; ++i) keys[i] *= gate;
 #pragma unroll
-                for (int i = 0; i <= row; ++i) scores_[row].x[i] += query * keys[i];
+                for (int i = 0; i <= row; ++i) sums[row * kSubchunk + i] += query * keys[i];
                 since *= gate;
                 subchunk.queries[row].x[column] = query * since;
+                if constexpr (kDeltaRule) {
+#pragma unroll
+                    for (int i = 0; i < row; ++i) sums[i * kSubchunk + row] += key * keys[i];
+                    subchunk.asking[row].x[column] = key * since;
+                }
             }
 #pragma unroll
             for (int row = 0; row < kSubchunk; ++row) subchunk.keys[row].x[column] = keys[row];
             subchunk.gates.x[column] = since;
         }
+        own_sum_ += own_sum_of_lanes(sums);
     }
 
-    // Stores queries of the second of two parts, or keys of the first.
-    FA_DEVICE void leave(int size, bool is_second, const Subchunk& subchunk, const Part& part) const {
-        const uint32_t to = tile(size, own_token()) + own_column() * 2;
+    // Stores queries and asking keys of the second of two parts, or keys of the first.
+    FA_DEVICE void leave(int size, const Subchunk& subchunk, const Part& part) const {
+        constexpr int kQueriesAt = kQueryRows * kSectionBytes, kAskingAt = kAskingRows * kSectionBytes;
         if (size == 0) {  // lanes of a warp differ
+            const bool second = own_subchunk() == 1;
+            const uint32_t to = tile(0, warp_ * kSubchunk) + own_column() * 2;
 #pragma unroll
             for (int row = 0; row < kSubchunk; ++row)
-                store_shared_64(to + row * kPitch, chosen(is_second, subchunk.queries[row], subchunk.keys[row]).packed());
-        } else if (is_second) {
-#pragma unroll
-            for (int row = 0; row < kSubchunk; ++row)
-                store_shared_64(to + row * kPitch, (subchunk.queries[row] * part.before).packed());
-        } else {
-#pragma unroll
-            for (int row = 0; row < kSubchunk; ++row)
-                store_shared_64(to + row * kPitch, (subchunk.keys[row] * part.behind).packed());
+                store_shared_64(to + (second ? kQueriesAt : 0) + row * kPitch,
+                                chosen(second, subchunk.queries[row], subchunk.keys[row]).packed());
+            if (kDeltaRule && second) leave_rows(to + kAskingAt, subchunk.asking, part.before);
+            return;
         }
+        const int warps = 1 << (size - 1), parts = warp_ / warps;  // warps of a part, and parts before the warp's own
+        const uint32_t to = tile(size, (warp_ - (parts + 1) / 2 * warps) * 2 * kSubchunk) +
+                            own_subchunk() * kSubchunk * kPitch + own_column() * 2;
+        if (parts % 2) {
+            leave_rows(to + kQueriesAt, subchunk.queries, part.before);
+            if constexpr (kDeltaRule) leave_rows(to + kAskingAt, subchunk.asking, part.before);
+        } else {
+            leave_rows(to, subchunk.keys, part.behind);
+        }
+    }
+
+    static FA_DEVICE void leave_rows(uint32_t to, const Four (&rows)[kSubchunk], const Four& factors) {
+#pragma unroll
+        for (int row = 0; row < kSubchunk; ++row) store_shared_64(to + row * kPitch, (rows[row] * factors).packed());
     }
 
     // Joins the parts of the two halves of a warp.
@@ -256,77 +288,85 @@ private:
 
     FA_DEVICE void write(const Subchunk& subchunk, const Part& part, int first_column) const {
         const int column = first_column + own_column();
-        const int64_t at = (static_cast<int64_t>(slot_) * kChunk + own_token()) * kHeaddim + column;
+        const int64_t chunk_at = static_cast<int64_t>(slot_) * (kChunk * kHeaddim);
+        const int at = own_token() * kHeaddim + column;
+        uint16_t* const queries = p_.q_scaled + chunk_at + at;
+        uint16_t* const keys = p_.k_scaled + chunk_at * (1 + kDeltaRule) + at;
         const Four before = part.before * Four(p_.scale);
 #pragma unroll
         for (int row = 0; row < kSubchunk; ++row) {
-            store_global_64(p_.q_scaled + at + row * kHeaddim, (subchunk.queries[row] * before).packed());
-            store_global_64(p_.k_scaled + at + row * kHeaddim, (subchunk.keys[row] * part.behind).packed());
+            store_global_64(queries + row * kHeaddim, (subchunk.queries[row] * before).packed());
+            store_global_64(keys + row * kHeaddim, (subchunk.keys[row] * part.behind).packed());
+            if constexpr (kDeltaRule)
+                store_global_64(keys + (kChunk + row) * kHeaddim, (subchunk.asking[row] * part.before).packed());
         }
         if (own_token() == 0)
-            store_global_128(p_.factors + static_cast<int64_t>(slot_) * kHeaddim + column, part.gates.words());
+            store_global_128(p_.factors + static_cast<int64_t>(slot_) * kFactors + column, part.gates.words());
     }
 
-    // Volta multiplies the rows of two groups at once.
-    static FA_DEVICE int first_row(int group) { return group * kGroup / Arch::kStepRows * Arch::kStepRows; }
+    // Calls visit(products, task) for the warp's tasks among the first kInnerTasks, or among the others.
+    template <bool kInner, class Visit>
+    FA_DEVICE void for_each_task(Visit visit) {
+        constexpr int kFirst = kInner ? 0 : kInnerTasks, kEnd = kInner ? kInnerTasks : kTasks;
+#pragma unroll
+        for (int turn = kFirst / kWarps; turn * kWarps < kEnd; ++turn) {
+            const int index = turn * kWarps + warp_;
+            if (index >= kFirst && index < kEnd) visit(products_[turn], task_at(index));
+        }
+    }
 
-    // Products that a warp computes: in parts of one size, of queries of one group and keys of the same or another group.
-    struct Task {
-        int size, group, key_group;
-    };
-
-    // The task for parts of 4 or 8 tokens.
-    FA_DEVICE Task inner_task() const { return {warp_ % 2, warp_ / 2, warp_ / 2}; }
-
-    // Tasks for parts of 32 or 16 tokens.
-    static constexpr int kOfLargest = kGroups == 4 ? 4 : 0, kOuterTasks = kOfLargest + kGroups / 2;
-    FA_DEVICE bool has_outer_task() const { return warp_ < kOuterTasks; }
-    FA_DEVICE Task outer_task() const {
-        if (warp_ < kOfLargest) return {3, 2 + warp_ % 2, warp_ / 2};
-        const int key_group = (warp_ - kOfLargest) * 2;
-        return {2, key_group + 1, key_group};
+    template <bool kInner>
+    FA_DEVICE void multiply() {
+        for_each_task<kInner>([&](Products& products, Task task) { multiply(products, task); });
     }
 
     FA_DEVICE void multiply(Products& products, Task task) const {
         typename Arch::template Rows<1, kSlice> rows;
-        rows.load(tile(task.size, first_row(task.group)));
-        Arch::multiply_rows(products, rows, tile(task.size, task.key_group * kGroup));
+        rows.load(tile(task.size, task.first_row()));
+        Arch::multiply_rows(products, rows, tile(task.size, task.first_key()));
     }
 
     FA_DEVICE uint32_t score(int row, int column) const { return memory_ + row * kScorePitch + column * 2; }
 
     FA_DEVICE void leave_scores() {
         leave_subchunks();
-        leave_products(inner_, inner_task());
-        if (has_outer_task()) leave_products(outer_, outer_task());
+        const auto leave = [&](const Products& products, Task task) { leave_products(products, task); };
+        for_each_task<true>(leave);
+        for_each_task<false>(leave);
     }
 
-    // Stores scores within subchunks. They are read eight columns at once, so zeros follow those of the first of two.
-    FA_DEVICE void leave_subchunks() {
-#pragma unroll
-        for (int row = 0; row < kSubchunk; ++row) {
-#pragma unroll
-            for (int i = 0; i <= row; ++i) scores_[row].x[i] = sum_of_lanes<16>(scores_[row].x[i]);
-            const Words2 packed = (scores_[row] * Four(p_.scale)).packed();
-            const uint32_t to = score(own_token() + row, own_token());
-            if (lane_index() == 0) store_shared_128(to, {packed.word[0], packed.word[1]});
-            if (lane_index() == 16) store_shared_64(to, packed);
+    // Stores scores and L within subchunks. Scores are read eight columns at once, so zeros follow them.
+    FA_DEVICE void leave_subchunks() const {
+        const int row = lane_index() % 16 / kSubchunk, column = lane_index() % kSubchunk, first = own_token();
+        const bool is_score = column <= row;
+        const float x = is_score ? own_sum_ * p_.scale : 0.0f, next = shuffle_xor(x, 1);
+        if (column % 2 == 0) {
+            store_shared_32(score(first + row, first + column), Operand::pack(x, next));
+            if (own_subchunk() == 0) store_shared_32(score(first + row, first + column + kSubchunk), 0);
         }
+        if constexpr (kDeltaRule)
+            triangle().store(first + column, first + row, is_score ? 0.0f : load_number(beta(first + column)) * own_sum_);
     }
 
-    // Stores scores of queries of a second part with keys of the part before it.
+    // Stores scores of queries of a second part, or L of asking keys, with keys of the part before it.
     FA_DEVICE void leave_products(const Products& products, Task task) const {
-        static_assert(Arch::kStepRows == kGroup || kGroups == 2, "all of the largest size are");
-        const int first_key = task.key_group * kGroup, first_query = first_row(task.group) - first_key;
+        const Parts parts(task.size);
 #pragma unroll
         for (int n = 0; n < kGroup / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; i += 2) {
-                const int row = first_query + Arch::row(Arch::row_of_element(i)), column = Arch::score_column(n, i);
-                const int part = column / kSubchunk >> task.size, part_of_query = row >> task.size + 2;
-                if (task.size == 3 || (part % 2 == 0 && part_of_query == part + 1))
-                    store_shared_32(score(first_key + row, first_key + column),
-                                    Operand::pack(products[0][n][i] * p_.scale, products[0][n][i + 1] * p_.scale));
+                const int tile_row = task.first_row() + Arch::row(Arch::row_of_element(i));
+                const int kind = tile_row / kSection, row = tile_row % kSection;
+                const int key = task.first_key() + Arch::score_column(n, i);
+                if (kind == kKeyRows || parts.of_row(row) != parts.of_row(key)) continue;
+                const int to = parts.query(row), column = parts.key(key);
+                const float* pair = &products[0][n][i];
+                if (kind == kQueryRows) {
+                    store_shared_32(score(to, column), Operand::pack(pair[0] * p_.scale, pair[1] * p_.scale));
+                } else {
+                    const float factor = load_number(beta(to));
+                    triangle().store_pair(to, column, factor * pair[0], factor * pair[1]);
+                }
             }
     }
 
@@ -348,8 +388,8 @@ private:
     const uint16_t* q_;  // the lane's columns of the next slice
     const uint16_t* k_;
     const KeyGates::Number* g_;
-    Four scores_[kSubchunk] = {};  // scores of queries with keys of their subchunk
-    Products inner_ = {}, outer_ = {};
+    float own_sum_ = 0.0f;  // a score of the subchunk, or an element of L; 16 lanes share them
+    Products products_[kTurns] = {};
 };
 
 }  // namespace fastattention

@@ -7,9 +7,10 @@
 //     u = beta (V - a y), u += u T^T   delta rule only: T is its inverse less I; otherwise u = V
 //     S = a S + (a u) K                a: products of gates
 //
-// Warps exchange results in shared memory, as operands. With a gate for every key dimension, the last K includes the gates
-// already, and the gates of S multiply its columns. Where copies are asynchronous, producer warps issue them and write
-// scratch: instructions that access global memory wait for each other, and the chain of chunks must not.
+// Warps exchange results in shared memory, as operands. With a gate for every key dimension, the two K are different, as
+// both include their gates already (asking keys and keys), and the gates of S multiply its columns. Where copies are
+// asynchronous, producer warps issue them and write scratch: instructions that access global memory wait for each other,
+// and the chain of chunks must not.
 #pragma once
 
 #include "chunk_tiles.cuh"
@@ -24,6 +25,7 @@ constexpr int kKeyDims = kHeaddim / kStateWarps;  // key dimensions of the state
 constexpr int kTokens = kChunk / kStateWarps;  // tokens of keys and updates per warp
 static_assert(kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
 static_assert(!kDeltaRule || kKeyParts == 1, "it asks all of a column of the state");
+constexpr bool kAskingKeys = kDeltaRule && kGatePerKey;  // tiles hold them after the keys that are added to the state
 // Values of the next chunk become operands while this one's are multiplied: a chunk has one barrier.
 constexpr bool kValuesAhead = Config::values_ahead;
 static_assert(kStages >= (Arch::kAsyncCopy ? 2 + kValuesAhead : 1), "copies go on meanwhile");
@@ -37,11 +39,15 @@ struct CopyTeam {
 
 // The tiles of a chunk in shared memory.
 class ChunkTiles {
-    using KeyCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kHeaddim>;
+    static constexpr int kKeyRows = kChunk * (1 + kAskingKeys);
+    using KeyCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kKeyRows, kHeaddim>;
     using ValueCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kColumns>;
-    static constexpr int kInverse = KeyCopy::kBytes, kValues = kInverse + (kDeltaRule ? kTriangleBytes : 0),
-                         kFactorsAt = kValues + ValueCopy::kBytes;
-    static constexpr int kFactorsOfSlot = kGatePerKey ? kStateColumns : kFactors;
+    // Asking keys follow at kAsking. Updates take their place, and may need more of it.
+    static constexpr int kAsking = kAskingKeys ? kChunk * KeyCopy::kPitch : 0;
+    static constexpr int kUpdatesEnd = kAskingKeys ? kAsking + kColumns * kTrianglePitch : 0;
+    static constexpr int kInverse = KeyCopy::kBytes > kUpdatesEnd ? KeyCopy::kBytes : kUpdatesEnd,
+                         kValues = kInverse + (kDeltaRule ? kTriangleBytes : 0), kFactorsAt = kValues + ValueCopy::kBytes;
+    static constexpr int kFactorsOfSlot = kFactors * (kGatePerKey ? kKeyParts : 1);
 
 public:
     static constexpr int kKeyPitch = KeyCopy::kPitch, kValuePitch = ValueCopy::kPitch;
@@ -49,8 +55,8 @@ public:
 
     // column, key: the CTA's first column of v and key dimension.
     FA_DEVICE ChunkTiles(const ChunkParams& p, const Sequence& sequence, int head, int column, int key)
-        : keys_(token_source<kStateColumns>(p, sequence, head, {p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head},
-                                            p.k_scaled, key)),
+        : keys_(token_source<kStateColumns, kKeyRows>(
+              p, sequence, head, {p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head}, p.k_scaled, key)),
           inverse_(p.inverse + slot_of(p, sequence, head) * (kChunk * kChunk)),
           values_({p.v + sequence.offset(p.v_stride_batch, p.v_stride_row, p.v_stride_head, head) + column, p.v_stride_row,
                    sequence.length, p.columns_v - column}),
@@ -59,7 +65,7 @@ public:
 
     // Nothing is read for chunks after the last one.
     FA_DEVICE void begin_keys(int chunk, uint32_t to) {
-        keys_.begin(chunk * kChunk, to);
+        keys_.begin(chunk * kKeyRows, to);
         keys_.finish(to);
     }
 
@@ -74,6 +80,8 @@ public:
     }
 
     static FA_DEVICE uint32_t keys(uint32_t tiles) { return tiles; }
+    // The keys that the state is asked for. With a gate for every key dimension, updates later take their place.
+    static FA_DEVICE uint32_t asking(uint32_t tiles) { return tiles + kAsking; }
     static FA_DEVICE uint32_t inverse(uint32_t tiles) { return tiles + kInverse; }
     static FA_DEVICE uint32_t values(uint32_t tiles) { return tiles + kValues; }
     static FA_DEVICE uint32_t factor(uint32_t tiles, int at) { return tiles + kFactorsAt + at * 4; }
@@ -95,18 +103,26 @@ private:
     // The next chunk's updates and state are stored while this chunk's are read, unless there is a barrier in between.
     static constexpr int kTurns = kValuesAhead ? 2 : 1;
     static constexpr int kOfState = kColumns * kStatePitch, kOfTokens = kColumns * kTokenPitch;
-    static constexpr int kToState = kStages * ChunkTiles::kBytes + kTurns * kOfState, kRest = kToState + kTurns * kOfTokens;
+    static constexpr int kToState = kStages * ChunkTiles::kBytes + kTurns * kOfState,
+                         kRest = kToState + (kAskingKeys ? 0 : kTurns * kOfTokens),
+                         kUpdates = kRest + (kDeltaRule ? kOfTokens : 0);
 
-    static_assert(kRest + (kDeltaRule ? 2 * kOfTokens : 0) == Config::shared_bytes);
+    static_assert(kUpdates + (kDeltaRule && !kAskingKeys ? kOfTokens : 0) == Config::shared_bytes);
 
 public:
     // As it is before a chunk.
     FA_DEVICE uint32_t state(int chunk) const { return at_ + kStages * ChunkTiles::kBytes + chunk % kTurns * kOfState; }
     // A chunk's updates, scaled to be added to the state.
-    FA_DEVICE uint32_t to_state(int chunk) const { return at_ + kToState + chunk % kTurns * kOfTokens; }
+    FA_DEVICE uint32_t to_state(int chunk) const {
+        if constexpr (kAskingKeys) return updates(chunk);
+        return at_ + kToState + chunk % kTurns * kOfTokens;
+    }
     // The values less what the state before the chunk holds for the keys, times beta.
     FA_DEVICE uint32_t rest() const { return at_ + kRest; }
-    FA_DEVICE uint32_t updates() const { return at_ + kRest + kOfTokens; }
+    FA_DEVICE uint32_t updates(int chunk) const {
+        if constexpr (kAskingKeys) return ChunkTiles::asking(at_ + chunk % kStages * ChunkTiles::kBytes);
+        return at_ + kUpdates;
+    }
 
 private:
     const uint32_t at_ = shared_memory();
@@ -141,7 +157,7 @@ private:
             leave_state(chunk);
             cta_barrier();
             decay_state(tiles_of(chunk));
-            if constexpr (kDeltaRule) find_updates(tiles_of(chunk));
+            if constexpr (kDeltaRule) find_updates(tiles_of(chunk), chunk);
             add_updates(tiles_of(chunk), chunk);
             if constexpr (kValuesAhead) leave_values(tiles_of(chunk + 1), chunk + 1);
         }
@@ -193,7 +209,7 @@ private:
             write_state(chunk);
             decay_state(tiles);
             if constexpr (kDeltaRule) {
-                find_updates(tiles);
+                find_updates(tiles, chunk);
                 write_updates(chunk);
             } else {
                 leave_values(tiles, chunk);
@@ -239,14 +255,17 @@ private:
     FA_DEVICE int64_t slot(int chunk) const { return slot_of(p_, sequence_, head_) + chunk; }
 
     // Computes the updates of the delta rule from the state in shared memory. After the last barrier they are there too.
-    FA_DEVICE void find_updates(uint32_t tiles) const {
+    FA_DEVICE void find_updates(uint32_t tiles, int chunk) const {
         Tokens values, x = {};
         read_values(values, tiles);
-        const auto gates = token_factors(kKeysOfState, tiles), betas = token_factors(kBetas, tiles);
-        typename Arch::template Rows<kSteps, kHeaddim> state;
-        state.load(exchange_.state(0));
-        Arch::multiply_rows(x, state, ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kKeyPitch);
-        scale(x, gates);
+        const auto betas = token_factors(kBetas, tiles);
+        if constexpr (kAskingKeys) {
+            ask(x, tiles);
+        } else {
+            const auto gates = token_factors(kKeysOfState, tiles);
+            ask(x, tiles);
+            scale(x, gates);
+        }
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -259,10 +278,19 @@ private:
         UpdateRows rest;
         rest.load(exchange_.rest());
         Arch::multiply_rows(x, rest, ChunkTiles::inverse(tiles) + first_token() * kTrianglePitch);
-        leave_tokens(x, exchange_.updates());
-        scale(x, token_factors(kKeysToState, tiles));
-        leave_tokens(x, exchange_.to_state(0));
+        leave_tokens(x, exchange_.updates(chunk));
+        if constexpr (!kAskingKeys) {
+            scale(x, token_factors(kKeysToState, tiles));
+            leave_tokens(x, exchange_.to_state(chunk));
+        }
         cta_barrier();
+    }
+
+    // Adds what the state holds for the keys of the warp's tokens.
+    FA_DEVICE void ask(Tokens& x, uint32_t tiles) const {
+        typename Arch::template Rows<kSteps, kHeaddim> state;
+        state.load(exchange_.state(0));
+        Arch::multiply_rows(x, state, ChunkTiles::asking(tiles) + first_token() * ChunkTiles::kKeyPitch);
     }
 
     // Without the delta rule, the warp's values are the updates.
@@ -276,7 +304,7 @@ private:
     // The factors of the warp's tokens.
     FA_DEVICE ColumnFactors<kTokens / 8> token_factors(FactorPlane plane, uint32_t tiles) const {
         return ColumnFactors<kTokens / 8>([&](int n, int i) {
-            return ChunkTiles::factor(tiles, plane * kChunk + first_token() + Arch::score_column(n, i));
+            return ChunkTiles::factor(tiles, factor_of_token(plane, first_token() + Arch::score_column(n, i)));
         });
     }
 
@@ -299,7 +327,7 @@ private:
     }
 
     FA_DEVICE void write_updates(int chunk) const {
-        write_rows<kChunk, Exchange::kTokenPitch>(exchange_.updates(),
+        write_rows<kChunk, Exchange::kTokenPitch>(exchange_.updates(chunk),
                                                   p_.updates + (slot(chunk) * p_.columns_v + column_) * kChunk, kChunk);
     }
 

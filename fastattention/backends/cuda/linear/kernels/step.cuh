@@ -24,8 +24,8 @@ constexpr int kWarpRows = Config::warp_rows;
 constexpr int kRows = kWarpRows * kLanesOfRow / 32;  // neighbouring rows per lane
 static_assert(kRows % 4 == 0, "keys are read in fours");
 constexpr int kGates = Config::gate_per_key ? kRows : 1;  // gates per lane and token
-// Whether a call may ask for the delta rule, which has one gate per head.
-constexpr bool kAllowsDelta = !Config::gate_per_key;
+// Whether a call may use the delta rule. With a gate for every key dimension, it then does.
+constexpr bool kAllowsDelta = Config::allows_delta;
 
 class Step {
     using Format = FormatOf<Config::float32>::Type;
@@ -41,7 +41,7 @@ class Step {
 public:
     // index: of this CTA.
     FA_DEVICE Step(const StepParams& p, int index)
-        : p_(p), warp_(warp_index()), is_delta_(kAllowsDelta && p.overwrites), sums_(warp_) {
+        : p_(p), warp_(warp_index()), is_delta_(kAllowsDelta && (Config::gate_per_key || p.overwrites)), sums_(warp_) {
         const int head = quotient(index, p.column_tiles), sequence = quotient(head, p.nheads);
         sequence_ = sequence;
         head_ = head - sequence * p.nheads;

@@ -1,0 +1,162 @@
+// Inverts I + L for the delta rule. L is strictly lower triangular, with a row and a column for every token of a chunk.
+#pragma once
+
+#include "chunk.cuh"
+#include "variant.cuh"
+
+namespace fastattention {
+
+FA_DEVICE float load_number(uint32_t at) { return as_float(load_shared_32(at)); }
+FA_DEVICE void store_number(uint32_t at, float x) { store_shared_32(at, as_bits(x)); }
+
+FA_DEVICE void load_numbers(uint32_t at, float* four) {
+    const Words4 words = load_shared_128(at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = as_float(words.word[i]);
+}
+
+// L and its inverse in shared memory, in floats. All threads of a CTA use it together.
+//
+// The inverse T of a triangle (L1, 0; L21, L2) is (T1, 0; -T2 L21 T1, T2). So parts on the diagonal are inverted first.
+// Products join two of them to a triangle, and two triangles to the whole. L21 T1 is kept in unused memory of L above
+// the diagonal meanwhile.
+class Triangle {
+public:
+    // Eight lanes that read 16 bytes each of neighbouring rows are in different banks.
+    static constexpr int kPitch = (kChunk + 4) * 4;
+    static constexpr int kBytes = kChunk * kPitch;
+
+    // system, inverse: addresses of kBytes each.
+    FA_DEVICE Triangle(uint32_t system, uint32_t inverse) : system_(system), inverse_(inverse) {}
+
+    // Stores an element of L. Others of four rows and columns on the diagonal are read too, but do not matter.
+    FA_DEVICE void store(int row, int column, float x) const { store_number(system(row, column), x); }
+
+    // Stores elements in `column` and the next column.
+    FA_DEVICE void store_pair(int row, int column, float first, float second) const {
+        const int odd = row % 2;  // neighbouring rows begin with different columns, in different banks
+        store(row, column + odd, odd ? second : first);
+        store(row, column + 1 - odd, odd ? first : second);
+    }
+
+    // Inverts I + L, which all threads have stored before a barrier. After the last barrier every thread may read it.
+    FA_DEVICE void invert() const {
+        if (warp_index() < kChunk / kTriangle) invert_triangle(warp_index() * kTriangle);
+        cta_barrier();
+        if constexpr (kChunk > kTriangle) {
+            if (warp_index() < kTriangle / kPart) join_triangles(warp_index() * kPart);
+            cta_barrier();
+        }
+    }
+
+    // Writes the inverse less I, as operands.
+    FA_DEVICE void write(uint16_t* to) const {
+        for (int i = thread_index(); i < kChunk * (kChunk / 8); i += kThreads) {
+            const int row = i / (kChunk / 8), column = i % (kChunk / 8) * 8;
+            Words4 words = {};
+            if (column < row) {
+                float x[8];
+#pragma unroll
+                for (int four = 0; four < 8; four += 4) load_numbers(inverse(row, column + four), &x[four]);
+#pragma unroll
+                for (int j = 0; j < 8; j += 2)
+                    words.word[j / 2] = Operand::pack(column + j < row ? x[j] : 0.0f, column + j + 1 < row ? x[j + 1] : 0.0f);
+            }
+            store_global_128(to + row * kChunk + column, words);
+        }
+    }
+
+private:
+    static constexpr int kPart = 16;  // rows of it are computed one after the other
+    static constexpr int kTriangle = kChunk < 2 * kPart ? kPart : 2 * kPart;
+    static_assert(kChunk == kTriangle || kChunk == 2 * kTriangle, "two triangles are joined");
+
+    FA_DEVICE uint32_t system(int row, int column) const { return system_ + row * kPitch + column * 4; }
+    FA_DEVICE uint32_t inverse(int row, int column) const { return inverse_ + row * kPitch + column * 4; }
+
+    // One warp inverts a triangle.
+    FA_DEVICE void invert_triangle(int first) const {
+        if constexpr (kTriangle == kPart) {
+            if (lane_index() < kPart) invert_part(first);
+            return;
+        }
+        const int second = first + kPart;
+        invert_part(lane_index() < kPart ? first : second);
+        warp_barrier();
+        multiply<kPart, false>(system(second, first), inverse(first, first), system(first, second));
+        warp_barrier();
+        multiply<kPart, true>(inverse(second, second), system(first, second), inverse(second, first));
+    }
+
+    // A lane computes a column: T_ij = -sum of L_ik T_kj over k < i. It computes four rows at a time, whose sums over
+    // earlier rows do not depend on each other.
+    FA_DEVICE void invert_part(int first) const {
+        const int column = lane_index() % kPart;
+        float x[kPart];
+#pragma unroll
+        for (int row = 0; row < kPart; ++row) x[row] = row == column ? 1.0f : 0.0f;
+#pragma unroll
+        for (int rows = 0; rows < kPart; rows += 4)
+#pragma unroll
+            for (int k = 0; k <= rows; k += 4) {
+                float elements[4][4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) load_numbers(system(first + rows + i, first + k), elements[i]);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (k + j < rows + i) x[rows + i] -= elements[i][j] * x[k + j];
+            }
+#pragma unroll
+        for (int row = 0; row < kPart; ++row) store_number(inverse(first + row, first + column), x[row]);
+    }
+
+    // Computes the warp's columns of the square below the first triangle and beside the second.
+    FA_DEVICE void join_triangles(int column) const {
+        multiply<kTriangle, false>(system(kTriangle, 0), inverse(0, column), system(0, kTriangle + column), column);
+        warp_barrier();
+        multiply<kTriangle, true>(inverse(kTriangle, kTriangle), system(0, kTriangle + column), inverse(kTriangle, column));
+    }
+
+    // A warp computes to = a b, or -a b, where a has kSize rows and columns, and b and `to` have kPart columns. b is 0
+    // before first_row, a multiple of kPart; for -a b, a is 0 above its diagonal. A lane computes four columns of every
+    // eighth row: with smaller shares, values would be loaded more often.
+    template <int kSize, bool kNegates>
+    FA_DEVICE void multiply(uint32_t a, uint32_t b, uint32_t to, int first_row = 0) const {
+        constexpr int kRows = kSize / 8;
+        const int row = lane_index() / 4 * kPitch, column = lane_index() % 4 * 16;  // in bytes
+        float sums[kRows][4] = {};
+#pragma unroll
+        for (int part = 0; part < kSize; part += kPart) {
+            if (part < first_row) continue;
+            const int first = kNegates ? part / 8 : 0;
+#pragma unroll 1
+            for (int k = part; k < part + kPart; k += 4) {
+                float left[kRows][4];
+#pragma unroll
+                for (int r = first; r < kRows; ++r) load_numbers(a + row + r * 8 * kPitch + k * 4, left[r]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float right[4];
+                    load_numbers(b + (k + i) * kPitch + column, right);
+#pragma unroll
+                    for (int r = first; r < kRows; ++r)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) sums[r][j] += left[r][i] * right[j];
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            Words4 words;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) words.word[j] = as_bits(kNegates ? -sums[r][j] : sums[r][j]);
+            store_shared_128(to + row + r * 8 * kPitch + column, words);
+        }
+    }
+
+    uint32_t system_, inverse_;
+};
+
+}  // namespace fastattention

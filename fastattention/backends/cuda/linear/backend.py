@@ -8,7 +8,7 @@ import torch
 
 from fastattention import environment
 from fastattention.backends.common.c_struct import Params
-from fastattention.backends.common.linear import why_not_kernels
+from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.cuda.linear.chunk_call import ChunkedCall
 from fastattention.backends.cuda.linear.step_call import StepCall
 from fastattention.backends.cuda.linear.step_heuristics import choose_step, num_ctas
@@ -32,8 +32,13 @@ class CudaLinearBackend(LinearBackend):
 
     def why_not(self, problem: LinearProblem) -> str | None:
         """Refuses gradients, chunks of float32, and more states than a launch has CTAs for."""
-        if (reason := self._why_not_device(problem) or why_not_kernels(problem)) is not None:
+        if (reason := self._why_not_device(problem)) is not None:
             return reason
+        if problem.grads:
+            named = ", ".join(problem.grads)
+            return f"gradients of {named} are needed, which backend 'torch' computes; use it or torch.no_grad()"
+        if problem.in_transform:
+            return why_not_in_transform("torch")
         if problem.chunked and problem.dtype is torch.float32:
             return "chunks of float32 are not served; use float16, bfloat16, the recurrent function or backend='torch'"
         num_states = problem.num_sequences * problem.nheads

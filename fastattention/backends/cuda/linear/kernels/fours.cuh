@@ -51,7 +51,7 @@ struct Gates {
     static FA_DEVICE uint32_t bits(const Words& words, int i) { return half_of(words, i); }
 };
 template <>
-struct Gates<kFloat32Gates> {
+struct Gates<kFloat32> {
     using Number = float;
     using Words = Words4;
     static FA_DEVICE Words read(const Number* at) { return load_global_128(at); }

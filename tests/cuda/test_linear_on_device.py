@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from torch import Tensor
 from fastattention import UnsupportedError
 from fastattention.backends.cuda.linear.step_config import DTYPES
 from fastattention.gpu_runtime.chips import ARCHS
-from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla, recurrent_kda
 from fastattention.linear.backend import LINEAR_BACKENDS
-from fastattention.linear.problem import LinearInputs, LinearOutput
+from fastattention.linear.problem import LinearOutput
 from fastattention.linear.validation import prepare
-from fastattention.testing.linear import LinearCase
+from fastattention.testing.linear import LinearCase, run_rule
 
 if LINEAR_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -56,21 +54,8 @@ def test_results_are_right_and_repeat(
     check(*prepare(*on_cpu), LinearOutput(*moved(result, "cpu")))
 
 
-def step(case: LinearCase, inputs: LinearInputs, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-    arguments = [x for x in inputs[:5] if x is not None]
-    more = {"use_qk_l2norm_in_kernel": True} if case.has_beta else {}
-    out, state = function(
-        *arguments, initial_state=inputs.initial_state, output_final_state=True, cu_seqlens=inputs.cu_seqlens,
-        backend="cuda", **more,
-    )  # fmt: skip
-    return out, state
-
-
-FUNCTIONS = {"delta": recurrent_gated_delta_rule, "head": recurrent_gla, "key": recurrent_gla, "kda": recurrent_kda}
-
-
 @pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
-@pytest.mark.parametrize("rule", FUNCTIONS)
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda", "ssd"])
 def test_a_captured_decode_replays_with_new_numbers(rule: str, varlen: bool) -> None:
     """It also reads the state of the step before, as in models."""
     shape: dict[str, Any] = {"seqlens": (1, 1, 1)} if varlen else {"batch_size": 3}
@@ -78,16 +63,16 @@ def test_a_captured_decode_replays_with_new_numbers(rule: str, varlen: bool) -> 
     inputs = case.tensors(torch.bfloat16, "cuda")
     state = inputs.initial_state
     assert state is not None
-    step(case, inputs, FUNCTIONS[rule])  # compiles
+    run_rule(inputs, case.rule, False, "cuda")  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, after = step(case, inputs, FUNCTIONS[rule])
+        out, after = run_rule(inputs, case.rule, False, "cuda")
         state.copy_(after)
     expected_state = state.clone()
     for _ in range(5):
         for tensor in (inputs.q, inputs.k, inputs.v):
             tensor.normal_()
-        expected, expected_state = step(case, inputs._replace(initial_state=expected_state), FUNCTIONS[rule])
+        expected, expected_state = run_rule(inputs._replace(initial_state=expected_state), case.rule, False, "cuda")
         graph.replay()
         assert torch.equal(out, expected)
         assert torch.equal(state, expected_state)
@@ -96,12 +81,12 @@ def test_a_captured_decode_replays_with_new_numbers(rule: str, varlen: bool) -> 
 def test_work_is_in_order_with_the_current_stream() -> None:
     case = CASES["delta-one-token"]
     inputs = case.tensors(torch.float16, "cuda")
-    expected, _ = step(case, inputs._replace(v=2 * inputs.v), FUNCTIONS["delta"])
+    expected, _ = run_rule(inputs._replace(v=2 * inputs.v), case.rule, False, "cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)
-        out, _ = step(case, inputs._replace(v=2 * inputs.v), FUNCTIONS["delta"])
+        out, _ = run_rule(inputs._replace(v=2 * inputs.v), case.rule, False, "cuda")
         result = out + 0
         assert not stream.query()  # no call has waited
     stream.synchronize()
@@ -111,7 +96,9 @@ def test_work_is_in_order_with_the_current_stream() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_of_one_process_agree() -> None:
     case = CASES["key-one-token"]
-    results = [step(case, case.tensors(torch.float16, f"cuda:{index}"), FUNCTIONS["key"])[0] for index in range(2)]
+    results = [
+        run_rule(case.tensors(torch.float16, f"cuda:{index}"), case.rule, False, "cuda")[0] for index in range(2)
+    ]
     assert torch.equal(results[0].cpu(), results[1].cpu())
 
 
@@ -119,4 +106,4 @@ def test_gradients_are_refused_with_a_reason() -> None:
     case = CASES["head-plain"]
     inputs = case.tensors(torch.float32, "cuda")
     with pytest.raises(UnsupportedError, match="gradients of q are needed, which backend 'torch' computes"):
-        step(case, inputs._replace(q=inputs.q.requires_grad_()), FUNCTIONS["head"])
+        run_rule(inputs._replace(q=inputs.q.requires_grad_()), case.rule, False, "cuda")

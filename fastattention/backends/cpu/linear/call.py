@@ -58,9 +58,12 @@ def linear_gradients(problem: LinearProblem, inputs: LinearInputs, grads: Linear
     def floats(*shape: int) -> Tensor:
         return inputs.q.new_empty(shape, dtype=torch.float32)
 
-    found = {
-        "q": floats(num_parts, *inputs.q.shape),
-        "k": floats(num_parts, *inputs.k.shape),
+    sums = {}  # over heads that share a key head, and over sequences
+    if problem.group_size > 1:
+        sums = {name: floats(num_parts, *inputs.q.shape) for name in "qk"}
+    if inputs.skip is not None:
+        sums["skip"] = floats(problem.num_sequences, problem.nheads)
+    found = sums | {
         "v": inputs.v.new_empty(problem.out_shape),
         "g": floats(*inputs.g.shape),
     }
@@ -68,8 +71,8 @@ def linear_gradients(problem: LinearProblem, inputs: LinearInputs, grads: Linear
         found["beta"] = floats(*inputs.beta.shape)
     if inputs.initial_state is not None:
         found["initial_state"] = floats(*problem.state_shape)
-    if inputs.skip is not None:
-        found["skip"] = floats(problem.num_sequences, problem.nheads)
+    if problem.group_size == 1:
+        found |= {name: inputs.q.new_empty(inputs.q.shape) for name in "qk"}
     addresses = pointer_packer(CpuLinearParams, *LinearInputs._fields)(*pointers(*inputs))
     dout, dfinal_state = pointers(*grads)
     filled = dict(zip([f"d{name}" for name in found], pointers(*found.values()), strict=True))
@@ -80,12 +83,8 @@ def linear_gradients(problem: LinearProblem, inputs: LinearInputs, grads: Linear
         ctypes.addressof(params), addresses, ctypes.addressof(gradients), get_num_threads()
     ):
         raise MemoryError("fastattention could not get working memory for gradients of linear attention")
-    summed = {name: _sum(tensor) if name in ("q", "k", "skip") else tensor for name, tensor in found.items()}
-    return {name: summed[name].to(getattr(inputs, name).dtype) for name in problem.grads}
-
-
-def _sum(parts: Tensor) -> Tensor:
-    return parts[0] if len(parts) == 1 else parts.sum(0)
+    found |= {name: tensor.sum(0) for name, tensor in sums.items()}
+    return {name: found[name].to(getattr(inputs, name).dtype) for name in problem.grads}
 
 
 def linear_params(problem: LinearProblem, inputs: LinearInputs, chunk: int) -> Params:

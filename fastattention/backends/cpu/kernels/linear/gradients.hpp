@@ -261,17 +261,18 @@ private:
         for (int64_t i = 0; i < n_; ++i) {
             float* query = asking_gradients_ + (l_.rows - l_.chunk + i) * l_.key_stride;
             tokens_.query_as_given(first_ + i, given, l_.key_vectors);
-            write_key_row(query, given, static_cast<float>(p_.scale), gradients_.dq + key_row(i), is_first_of_part);
+            write_key_row(query, given, static_cast<float>(p_.scale), gradients_.dq, key_row(i), is_first_of_part);
             float* key = key_gradients_ + i * l_.key_stride;
             for (int64_t d = 0; is_delta() && d < l_.key_vectors; d += Vec::kWidth)
                 store(key + d, load_vector(key + d) + load_vector(asking_gradients_ + i * l_.key_stride + d));
             tokens_.key_as_given(first_ + i, given, l_.key_vectors);
-            write_key_row(key, given, 1.0f, gradients_.dk + key_row(i), is_first_of_part);
+            write_key_row(key, given, 1.0f, gradients_.dk, key_row(i), is_first_of_part);
         }
     }
 
-    // Writes, or adds, the gradient of a row that was multiplied by `factor`, and by the inverse of its length.
-    void write_key_row(float* gradient, const float* given, float factor, float* to, bool is_first) const {
+    // Writes, or adds to that of the heads before, the gradient of a row that was multiplied by `factor`, and by the inverse
+    // of its length.
+    void write_key_row(float* gradient, const float* given, float factor, void* to, int64_t at, bool is_first) const {
         for (int64_t d = p_.headdim_k; d < l_.key_vectors; ++d) gradient[d] = 0.0f;
         float along = 0.0f;
         if (p_.l2norm) {
@@ -279,10 +280,13 @@ private:
             factor *= inverse;
             along = dot(given, gradient, l_.key_vectors) * inverse * inverse;
         }
-        for (int64_t d = 0; d < p_.headdim_k; ++d) {
-            const float x = factor * (gradient[d] - along * given[d]);
-            to[d] = is_first ? x : to[d] + x;
+        for (int64_t d = 0; d < l_.key_vectors; d += Vec::kWidth) {
+            const Vec across = load_vector(gradient + d) - broadcast(along) * load_vector(given + d);
+            store(gradient + d, broadcast(factor) * across);
         }
+        if (p_.nheads == p_.nheads_k) return narrow_row(gradient, static_cast<Element*>(to) + at, p_.headdim_k);
+        float* const sums = static_cast<float*>(to) + at;
+        for (int64_t d = 0; d < p_.headdim_k; ++d) sums[d] = is_first ? gradient[d] : sums[d] + gradient[d];
     }
 
     void write_gate_gradients() {

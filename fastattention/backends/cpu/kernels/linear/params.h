@@ -38,13 +38,14 @@ typedef struct FaLinearParams {
     double scale;
 } FaLinearParams;
 
-// The tensors of a backward, all contiguous: gradients of results, or null for zeros, and those that are computed. Heads that
-// share a key head are divided into num_parts parts. A part adds up its gradients of queries and keys.
+// The tensors of a backward, all contiguous: gradients of results, or null for zeros, and those that are computed. Gradients
+// of queries and keys are in the dtype of q. Heads that share a key head are divided into num_parts parts; a part adds up its
+// gradients of queries and keys in float.
 typedef struct FaLinearGradients {
     const void* dout;  // (batch_size, seqlen, nheads, headdim_v), in the dtype of q
     const float* dfinal_state;  // (num_sequences, nheads, headdim_k, headdim_v)
-    float* dq;  // (num_parts, batch_size, seqlen, nheads_k, headdim_k)
-    float* dk;
+    void* dq;  // (batch_size, seqlen, nheads_k, headdim_k); if heads share key heads, (num_parts, ...) of float
+    void* dk;
     void* dv;  // (batch_size, seqlen, nheads, headdim_v), in the dtype of q
     float* dg;  // (batch_size, seqlen, nheads), or (..., nheads, headdim_k) when gate_per_key
     float* dbeta;  // (batch_size, seqlen, nheads), or null without beta

@@ -259,6 +259,9 @@ protected:
         for (int64_t d = 0; d < p_.headdim_k; ++d)
             for (int64_t c = 0; c < columns_; c += Vec::kWidth)
                 store(to + d * l_.value_stride + c, load_vector(state_ + d * l_.value_stride + c) * broadcast(all(d)));
+        if (next_state_)  // rows that only pad the depth of products
+            memset(to + p_.headdim_k * l_.value_stride, 0,
+                   (l_.state_floats - p_.headdim_k * l_.value_stride) * sizeof(float));
         state_ = to;
         multiply_operands<true, Unit>(left(keys_t_, l_.chunk, l_.key_rows, l_.chunk),
                                       right(values_, l_.value_stride, l_.chunk, columns_), l_.chunk, state_, l_.value_stride,

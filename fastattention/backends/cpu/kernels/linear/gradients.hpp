@@ -31,7 +31,7 @@ public:
 
     void run() {
         this->begin();
-        memset(state_gradient_, 0, (kept_updates_ - state_gradient_) * sizeof(float));
+        memset(state_gradient_, 0, (kept_states_ - state_gradient_) * sizeof(float));
         memset(values_, 0, l_.chunk * l_.value_stride * sizeof(float));  // also columns that only pad the depth of a product
         for (int64_t h = 0; h < task_.num_heads; ++h) {
             this->begin_head(0);

@@ -143,7 +143,7 @@ private:
 #pragma unroll
         for (int i = 0; i < kGates; ++i)
             if (i < gates) x.gates[i] = read_bits(p_.g, gate_ + i, p_.g_format);
-        if (p_.beta != nullptr) x.beta = read_bits(p_.beta, beta_, p_.beta_format);
+        if (kAllowsDelta && p_.beta != nullptr) x.beta = read_bits(p_.beta, beta_, p_.beta_format);
         q_ += p_.q_stride_token;
         k_ += p_.k_stride_token;
         v_ += p_.v_stride_token;
@@ -174,8 +174,9 @@ private:
         constexpr float kEpsilon = 1e-6f;  // as in linear/reference.py
         const float k_factor = p_.l2norm ? reciprocal_root(of_rows[1] + kEpsilon) : 1.0f;
         const float q_factor = p_.l2norm ? p_.scale * reciprocal_root(of_rows[2] + kEpsilon) : p_.scale;
-        const float beta = p_.beta != nullptr ? widen_bits(token.beta, p_.beta_format) : 1.0f;
-        const float skip = p_.skip != nullptr ? p_.skip[head_] : 0.0f;
+        const float beta = kAllowsDelta && p_.beta != nullptr ? widen_bits(token.beta, p_.beta_format) : 1.0f;
+        const bool skips = !Config::gate_per_key && p_.skip != nullptr;
+        const float skip = skips ? p_.skip[head_] : 0.0f;
         float out[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -183,7 +184,7 @@ private:
             const float held = is_delta_ ? k_factor * of_columns[kAllowsDelta][j] : 0.0f;
             const float update = k_factor * beta * (value - held);
             out[j] = q_factor * (of_columns[0][j] + of_rows[0] * update);
-            if (p_.skip != nullptr) out[j] += skip * value;
+            if (skips) out[j] += skip * value;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) state_[i][j] += k[i] * update;
         }

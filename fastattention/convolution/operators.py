@@ -20,7 +20,7 @@ from fastattention.convolution.problem import (
 )
 from fastattention.convolution.validation import ConvolutionOptions, as_backends_read, prepare, prepare_update
 from fastattention.engine.checks import is_functionalizing, needs_grad
-from fastattention.engine.offsets import check_offsets
+from fastattention.engine.offsets import recheck_offsets
 from fastattention.engine.operator import G, Operator
 from fastattention.errors import UnsupportedError
 
@@ -68,15 +68,7 @@ class Convolution(_ConvolutionOperator[ConvolutionInputs]):
     def recheck(
         self, problem: ConvolutionProblem
     ) -> Callable[[ConvolutionInputs, ConvolutionOptions], ConvolutionInputs | None] | None:
-        if not problem.varlen:
-            return None
-
-        def check(given: ConvolutionInputs, _: ConvolutionOptions) -> ConvolutionInputs:
-            assert given.cu_seqlens is not None
-            check_offsets(given.cu_seqlens, problem.seqlen)
-            return given
-
-        return check
+        return recheck_offsets(problem.seqlen) if problem.varlen else None
 
     def scalars_of(self, problem: ConvolutionProblem) -> ConvolutionOptions:
         return ConvolutionOptions(problem.silu, problem.returns_state)

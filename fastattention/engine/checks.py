@@ -104,11 +104,11 @@ def check_dtype(q: TensorSpec, q_name: str = "q") -> None:
         raise ArgumentError(f"{q_name} has dtype {q.dtype}; allowed are {allowed}")
 
 
-def check_like_q(name: str, tensor: TensorSpec, q: TensorSpec) -> None:
-    """Raises unless dtype and device are those of q."""
+def check_like_q(name: str, tensor: TensorSpec, q: TensorSpec, q_name: str = "q") -> None:
+    """Raises unless dtype and device are those of q, which callers know as `q_name`."""
     if tensor.dtype is not q.dtype:
-        raise ArgumentError(f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must be the same")
-    check_device(name, tensor, q)
+        raise ArgumentError(f"{name} has dtype {tensor.dtype} and {q_name} has {q.dtype}; they must be the same")
+    check_device(name, tensor, q, q_name)
 
 
 def check_index(name: str, tensor: TensorSpec, q: TensorSpec, shape: tuple[int, ...], axes: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,3 +43,13 @@ def spans(batch_size: int, seqlen: int, cu_seqlens: Tensor | None) -> list[tuple
         return [(batch, 0, seqlen) for batch in range(batch_size)]
     offsets = cu_seqlens.tolist()
     return [(0, first, last) for first, last in itertools.pairwise(offsets)]
+
+
+def recheck_offsets(seqlen: int) -> Callable[[Any, object], Any]:
+    """`Operator.recheck` of varlen calls with this many tokens: their offsets may differ from call to call."""
+
+    def check(given: Any, _: object) -> Any:
+        check_offsets(given.cu_seqlens, seqlen)
+        return given
+
+    return check

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fastattention.engine.offsets import check_offsets
+from fastattention.engine.offsets import recheck_offsets
 from fastattention.engine.operator import Operator
 from fastattention.linear.backend import LINEAR_BACKENDS, LinearBackend
 from fastattention.linear.problem import LinearGradients, LinearInputs, LinearOutput, LinearProblem
@@ -38,15 +38,7 @@ class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, Linea
         return as_backends_read(inputs)
 
     def recheck(self, problem: LinearProblem) -> Callable[[LinearInputs, LinearOptions], LinearInputs | None] | None:
-        if not problem.varlen:
-            return None
-
-        def check(given: LinearInputs, _: LinearOptions) -> LinearInputs:
-            assert given.cu_seqlens is not None
-            check_offsets(given.cu_seqlens, problem.seqlen)
-            return given
-
-        return check
+        return recheck_offsets(problem.seqlen) if problem.varlen else None
 
     def scalars_of(self, problem: LinearProblem) -> LinearOptions:
         return LinearOptions(problem.rule, problem.chunked, problem.scale, problem.l2norm, problem.returns_state)

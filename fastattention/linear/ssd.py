@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattention.engine.checks import (
+    check_device,
     check_dtype,
+    check_like_q,
     check_rank,
     check_shape,
     read_flag,
@@ -97,9 +99,8 @@ def _check(given: SsdArguments) -> None:
         if tensor is None:
             continue
         spec = spec_of(name, tensor)
-        if spec.device != x.device:
-            raise ArgumentError(f"{name} is on {spec.device} and x on {x.device}; they must be on the same device")
-        if name not in "BC":
+        if name in "BC":
+            check_like_q(name, spec, x, "x")
+        else:
             check_gate_dtype(name, spec)
-        elif spec.dtype is not x.dtype:
-            raise ArgumentError(f"{name} has dtype {spec.dtype} and x has {x.dtype}; they must be the same")
+            check_device(name, spec, x, "x")

@@ -4,72 +4,48 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 
 import torch
-from emulator import Range, Report, launch
+from emulated_backend import OneChip
+from emulator import Range
 from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.linear.backend import CudaLinearBackend
 from fastattention.backends.cuda.linear.params import StepParams
-from fastattention.gpu_runtime.chips import CHIPS, Limits
-from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearProblem
 
 GUARD = 256  # elements before and after a tensor
 
 
-class EmulatedLinear(CudaLinearBackend):
+class EmulatedLinear(OneChip, CudaLinearBackend):
     """The backend as if on one chip. Token by token, kernels depend only on its number of multiprocessors."""
 
-    def __init__(self, num_sms: int) -> None:
-        self.limits = CHIPS["A100"]._replace(num_sms=num_sms)
-        self.launches: list[KernelLaunch] = []
-        self.reports: list[Report] = []
-
-    def why_unavailable(self) -> str | None:
-        return None
-
-    def _why_not_device(self, problem: LinearProblem) -> str | None:
-        return None if problem.device.type == "cpu" else f"tensors are on {problem.device}; the emulator takes cpu"
-
-    def _limits(self, problem: LinearProblem) -> Limits:
-        return self.limits
-
-    def _launcher(self, step: KernelLaunch, problem: LinearProblem) -> Callable[[Params], None]:
-        def emulate(params: Params) -> None:
-            self.launches.append(step)
-            self.reports.append(launch(step, params, poisoned_ranges(params, problem)))
-
-        return emulate
-
-
-def poisoned_ranges(params: Params, problem: LinearProblem) -> list[Range]:
-    """The memory that a launch may access in vectors. Memory that it must write becomes NaN."""
-    assert isinstance(params, StepParams)
-    item = problem.dtype.itemsize
-    num_states = problem.num_sequences * problem.nheads
-    results = [
-        Range(params.out or 0, item * math.prod(problem.out_shape)),
-        Range(params.final_state or 0, 4 * math.prod(problem.state_shape) if params.final_state else 0),
-    ]
-    for result in results:
-        if result.bytes:
-            ctypes.memset(result.address, 0xFF, result.bytes)
-    tokens = problem.batch_size - 1, problem.seqlen - 1
-    heads, heads_k = problem.nheads - 1, problem.nheads_k - 1
-    reads = [
-        (params.q, "q", (*tokens, heads_k), problem.headdim_k, item),
-        (params.k, "k", (*tokens, heads_k), problem.headdim_k, item),
-        (params.v, "v", (*tokens, heads), problem.headdim_v, item),
-    ]
-    ranges = results + [_range(params, *read) for read in reads if problem.batch_size and problem.seqlen]
-    if params.initial_state and num_states:
-        last = (problem.num_sequences - 1) * params.initial_stride_sequence + heads * params.initial_stride_head
-        last += (problem.headdim_k - 1) * params.initial_stride_row + problem.headdim_v
-        ranges.append(Range(params.initial_state, 4 * last))
-    return [part for part in ranges if part.bytes]
+    def ranges_of(self, params: Params, problem: LinearProblem) -> list[Range]:
+        """The memory that a launch may access in vectors. Memory that it must write becomes NaN."""
+        assert isinstance(params, StepParams)
+        item = problem.dtype.itemsize
+        num_states = problem.num_sequences * problem.nheads
+        results = [
+            Range(params.out or 0, item * math.prod(problem.out_shape)),
+            Range(params.final_state or 0, 4 * math.prod(problem.state_shape) if params.final_state else 0),
+        ]
+        for result in results:
+            if result.bytes:
+                ctypes.memset(result.address, 0xFF, result.bytes)
+        tokens = problem.batch_size - 1, problem.seqlen - 1
+        heads, heads_k = problem.nheads - 1, problem.nheads_k - 1
+        reads = [
+            (params.q, "q", (*tokens, heads_k), problem.headdim_k, item),
+            (params.k, "k", (*tokens, heads_k), problem.headdim_k, item),
+            (params.v, "v", (*tokens, heads), problem.headdim_v, item),
+        ]
+        ranges = results + [_range(params, *read) for read in reads if problem.batch_size and problem.seqlen]
+        if params.initial_state and num_states:
+            last = (problem.num_sequences - 1) * params.initial_stride_sequence + heads * params.initial_stride_head
+            last += (problem.headdim_k - 1) * params.initial_stride_row + problem.headdim_v
+            ranges.append(Range(params.initial_state, 4 * last))
+        return [part for part in ranges if part.bytes]
 
 
 def _range(params: Params, address: int, name: str, lasts: tuple[int, ...], columns: int, item: int) -> Range:

@@ -218,7 +218,7 @@ def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_
 
 
 def test_two_tiles_of_keys_may_leave_room_for_short_chunks_only() -> None:
-    """Those of KDA, on chips with 99 KB of shared memory."""
+    """KDA takes chunks of 32 tokens on chips with 99 KB of shared memory."""
     for headdim, chunk in ((64, 64), (128, 32)):
         case = LinearCase("kda", seqlen=1, headdim_k=headdim, headdim_v=128)
         problem, _ = prepare(case.tensors(torch.bfloat16), case.options(chunked=True))

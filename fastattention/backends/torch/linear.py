@@ -11,15 +11,19 @@ gates of tokens j+1 to i of a chunk, S the state before it, and everything per h
 
 where -1 stands for all tokens of the chunk up to i. Sums of gates are formed for each pair, never as a difference of
 two sums. So neither strong gates nor long chunks lose digits, and a gate of -inf erases the state.
+
+A NaN or an infinity reaches what it reaches token by token: `triangles` keeps it from earlier tokens of its chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastattention.backends.torch import triangles
 from fastattention.engine.offsets import spans
 from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
@@ -121,22 +125,25 @@ def _chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     q, k, update, g, beta = tokens
     since = g.cumsum(dim=2).exp()  # a(i, -1): (batch_size, nheads, chunk, headdim_k or 1)
     between = sums_between(g).exp()  # a(i, j): (batch_size, nheads, chunk, chunk, headdim_k or 1)
-
-    def with_keys(rows: Tensor) -> Tensor:
-        """a(i, j) (row i . k_j)."""
-        if g.shape[-1] == 1:
-            return (rows @ k.mT) * between[..., 0]
-        return torch.einsum("bhid,bhjd,bhijd->bhij", rows, k, between)
-
+    with_keys = _with_keys(k, between)
     scores = with_keys(q)
     if beta is not None:
         beta = beta.unsqueeze(-1)
-        system = beta * with_keys(k).tril(-1)
         right = beta * (update - (k * since) @ state)
-        update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    out = (q * since) @ state + scores @ update
+        update = triangles.solve(beta * with_keys(k), right)
+    out = (q * since) @ state + triangles.times(scores, update)
     last = k * between[:, :, -1]  # a(last, j) k_j
     return out, since[:, :, -1].unsqueeze(-1) * state + last.mT @ update
+
+
+def _with_keys(k: Tensor, between: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function of rows: a(i, j) (row i . k_j), a lower triangle. between: a(i, j)."""
+    if between.shape[-1] == 1:
+        return lambda rows: triangles.scores(rows, k) * between[..., 0]
+    later = torch.ones_like(between[0, 0, ..., 0], dtype=torch.bool).triu(1).unsqueeze(-1)
+    # Without the mask, a NaN in a key would reach gradients of earlier rows.
+    weakened = (k.unsqueeze(2) * between).masked_fill(later, 0.0)
+    return lambda rows: torch.einsum("bhid,bhijd->bhij", rows, weakened).tril()
 
 
 def sums_between(g: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -70,9 +70,7 @@ class Attention(_AttentionOperator[Inputs]):
     )  # fmt: skip
     unnamed = ("dropout_seed",)
     gradients = OutputGradients
-    batched: ClassVar[Mapping[str, int]] = {
-        "q": 4, "k": 4, "v": 4, "alibi_slopes": 2, "attn_bias": 4, "block_mask": 4, "tile_index": 4,
-    }  # fmt: skip
+    broadcast: ClassVar[Mapping[str, int]] = {"alibi_slopes": 2, "attn_bias": 4, "block_mask": 4, "tile_index": 4}
 
     def prepare(self, given: Inputs, options: Options) -> tuple[Problem, Inputs]:
         return prepare_prefill(given, options)
@@ -121,8 +119,10 @@ class Attention(_AttentionOperator[Inputs]):
         longest_q = given.q.shape[0] if longest_q is None else longest_q
         return given, options._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k or 0)
 
-    def runs_one_by_one(self, arguments: Mapping[str, Any]) -> bool:
-        return arguments["cu_seqlens_q"] is not None or arguments["dropout_seed"] is not None
+    def joined_axes(self, arguments: Mapping[str, Any], mapped: Collection[str]) -> Mapping[str, int] | None:
+        if arguments["cu_seqlens_q"] is not None or arguments["dropout_seed"] is not None:
+            return None
+        return dict.fromkeys(("q", "k", "v", *self.broadcast, *self.results), 0)
 
     def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
         return flops.of_prefill(arguments, backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -58,7 +58,7 @@ class Convolution(_ConvolutionOperator[ConvolutionInputs]):
     results = ("out", "final_state")
     asked_by: ClassVar[Mapping[str, str]] = {"final_state": "returns_state"}
     gradients = ConvolutionGradients
-    batched: ClassVar[Mapping[str, int]] = {"x": 3}
+    offsets: ClassVar[tuple[str, ...]] = ("cu_seqlens",)
 
     def prepare(
         self, given: ConvolutionInputs, options: ConvolutionOptions
@@ -79,8 +79,13 @@ class Convolution(_ConvolutionOperator[ConvolutionInputs]):
         state = (sequences, x.shape[2], given.weight.shape[1] - 1) if options.returns_state else (0,)
         return {"out": (x.shape, x.dtype), "final_state": (state, x.dtype)}
 
-    def runs_one_by_one(self, arguments: Mapping[str, Any]) -> bool:
-        return arguments["cu_seqlens"] is not None or arguments["initial_state"] is not None
+    def joined_axes(self, arguments: Mapping[str, Any], mapped: Collection[str]) -> Mapping[str, int]:
+        if "weight" in mapped or "bias" in mapped:  # filters of more channels
+            return {"x": 2, "weight": 0, "bias": 0, "initial_state": 1, "out": 2, "final_state": 1}
+        states = {"initial_state": 0, "final_state": 0}
+        if arguments["cu_seqlens"] is not None:  # more sequences in a row
+            return {"x": 1, "cu_seqlens": 0, "out": 1, **states}
+        return {"x": 0, "out": 0, **states}
 
 
 class ConvolutionUpdate(_ConvolutionOperator[UpdateArguments]):

@@ -30,11 +30,28 @@ def check_cu_seqlens(cu_seqlens: Tensor, of: TensorSpec, name: str = "q") -> int
 
 def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
     """Raises unless the offsets rise from 0 to the number of tokens; on a CPU, elsewhere only when checks are on."""
-    if cu_seqlens.is_meta or (cu_seqlens.device.type != "cpu" and not environment.check_numbers()):
+    if not _are_checked(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != seqlen or any(b < a for a, b in itertools.pairwise(offsets)):
         raise ArgumentError(f"cu_seqlens={offsets} must rise from 0 to the number of tokens, {seqlen}")
+
+
+def _are_checked(cu_seqlens: Tensor) -> bool:
+    return not cu_seqlens.is_meta and (cu_seqlens.device.type == "cpu" or environment.check_numbers())
+
+
+def join_offsets(rows: Tensor, seqlen: int) -> Tensor:
+    """The offsets of the sequences of all rows, one row of `seqlen` tokens after the other.
+
+    rows: (rows, num_sequences + 1)
+    """
+    moved = rows + seqlen * torch.arange(rows.shape[0], dtype=rows.dtype, device=rows.device).unsqueeze(1)
+    if _are_checked(rows):
+        # The next row would hide that one ends too early. -1 leaves it an error, without reading values here.
+        wrong = (rows[:, :1] != 0) | (rows[:, -1:] != seqlen)
+        moved = torch.cat([torch.where(wrong, -1, moved[:, :1]), moved[:, 1:]], dim=1)
+    return torch.cat([moved[:, :-1].flatten(), moved[-1:, -1]])
 
 
 def spans(batch_size: int, seqlen: int, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
@@ -52,8 +52,8 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
     results: ClassVar[tuple[str, ...]]  # fields of `output` that the operator of torch returns
     asked_by: ClassVar[Mapping[str, str]]  # results that a scalar asks for -> that scalar
     gradients: type[Any] | None = None  # a NamedTuple with the fields of `results`; None without a backward
-    # Tensors with a leading batch axis -> their rank. torch.vmap joins the mapped axis with the batch.
-    batched: ClassVar[Mapping[str, int]] = {}
+    broadcast: ClassVar[Mapping[str, int]] = {}  # tensors that may lack the batch, and broadcast to it -> their rank
+    offsets: ClassVar[tuple[str, ...]] = ()  # tensors that say where sequences begin which lie one after another
 
     def __init__(self) -> None:
         self._plans: BoundedDict[object, Plan[G, S, P, I, O, B]] = BoundedDict()
@@ -114,9 +114,13 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         """Arguments as the operator of torch takes them: tensors where callers may give numbers too."""
         return given, options
 
-    def runs_one_by_one(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether torch.vmap has to run a call once for each index of the mapped axis. Arguments by name."""
-        return not self.batched
+    def joined_axes(self, arguments: Mapping[str, Any], mapped: Collection[str]) -> Mapping[str, int] | None:
+        """The axes of tensors and results that an axis of torch.vmap joins, for all indices to be one call.
+
+        None: the call runs once for each index, as it does where a mapped tensor has no such axis.
+        arguments: by name; mapped: the names of those that have the mapped axis
+        """
+        return None
 
     def check_mapped(self, arguments: Mapping[str, Any], mapped: Mapping[str, int | None]) -> None:
         """Raises for a call that torch.vmap cannot map. mapped: the mapped axis of each argument."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, Linea
     results = ("out", "final_state")
     asked_by: ClassVar[Mapping[str, str]] = {"final_state": "returns_state"}
     gradients = LinearGradients
+    offsets: ClassVar[tuple[str, ...]] = ("cu_seqlens",)
 
     def prepare(self, given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem, LinearInputs]:
         return prepare(given, options)
@@ -50,6 +51,15 @@ class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, Linea
         sequences = v.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
         state = (sequences, v.shape[2], q.shape[3], v.shape[3]) if options.returns_state else (0,)
         return {"out": (v.shape, v.dtype), "final_state": (state, torch.float32)}
+
+    def joined_axes(self, arguments: Mapping[str, Any], mapped: Collection[str]) -> Mapping[str, int]:
+        tokens = ("q", "k", "v", "g", "beta", "out")
+        if "skip" in mapped:  # more heads
+            return {**dict.fromkeys(tokens, 2), "skip": 0, "initial_state": 1, "final_state": 1}
+        states = {"initial_state": 0, "final_state": 0}
+        if arguments["cu_seqlens"] is not None:  # more sequences in a row
+            return {**dict.fromkeys(tokens, 1), "cu_seqlens": 0, **states}
+        return {**dict.fromkeys(tokens, 0), **states}
 
     def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
         """Counts the recurrence: every token updates a state, and is multiplied by it. A backward costs twice that.

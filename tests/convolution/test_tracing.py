@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.mapped import check_mapped
 from tiers import slow
 from torch import Tensor, func
 from torch.nn import functional
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastattention import UnsupportedError
 from fastattention.convolution import causal_conv1d, causal_conv1d_update
+from fastattention.convolution.operators import CONVOLUTION
 from fastattention.convolution.problem import ConvolutionInputs
 from fastattention.testing.convolution import ConvolutionCase
 
@@ -101,35 +103,33 @@ def test_fake_tensors_have_the_shapes_of_results() -> None:
         assert causal_conv1d_update(x, torch.empty(2, 8, 4), weight).shape == x.shape
 
 
-MAPPED = {
-    "x": (1, None, None),
-    "x-and-state": (1, None, 0),
-    "weight": (None, 0, None),
-    "state": (None, None, 0),
-}
+@every_case
+def test_vmap_of_any_tensor_is_one_call(case: ConvolutionCase) -> None:
+    given = {name: x for name, x in case.tensors(torch.float32)._asdict().items() if x is not None}
+    other_offsets = torch.tensor([[0, 5, 5, 9], [0, 0, 1, 9]], dtype=torch.int32)
+    alone = [{name} for name in given]
+    for names in (*alone, {"x", "initial_state"}, {"weight", "bias"}, given.keys() - {"cu_seqlens"}):
+        mapped = {name: torch.stack([x, -x.flip(0)]) for name, x in given.items() if name in names}
+        if "cu_seqlens" in mapped:
+            mapped["cu_seqlens"] = other_offsets
+        check_mapped(CONVOLUTION, lambda **tensors: results(ConvolutionInputs(**tensors)), given, mapped)
 
 
-@pytest.mark.parametrize("name", MAPPED)
-def test_vmap_gives_the_results_of_each_index(name: str) -> None:
-    dims = MAPPED[name]
-    x, weight, bias, state, _ = CASES["dense"].tensors(torch.float32)
-    assert state is not None
-    tensors = (x, weight, state)
-    mapped = tuple(
-        t if dim is None else torch.stack([t, 2 * t, -t], dim=dim) for t, dim in zip(tensors, dims, strict=True)
-    )
+def test_vmap_of_filters_and_offsets_is_a_call_for_each_index() -> None:
+    given = CASES["varlen"].tensors(torch.float32)._asdict()
+    mapped = {"weight": torch.stack([given["weight"]] * 2), "cu_seqlens": torch.stack([given["cu_seqlens"]] * 2)}
+    check_mapped(CONVOLUTION, lambda **tensors: results(ConvolutionInputs(**tensors)), given, mapped, calls=2)
 
-    def call(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        initial = None if name == "x" else state
-        return causal_conv1d(x, weight, bias, initial_state=initial, output_final_state=True)  # type: ignore[return-value]
 
-    found = torch.vmap(call, in_dims=dims)(*mapped)
-    each = [
-        call(*(t if dim is None else t.select(dim, index) for t, dim in zip(mapped, dims, strict=True)))
-        for index in range(3)
-    ]
-    for given, wanted in zip(found, zip(*each, strict=True), strict=True):
-        assert torch.equal(given, torch.stack(wanted))
+def test_vmap_of_another_axis_and_without_states() -> None:
+    inputs = CASES["dense"].tensors(torch.float32)
+
+    def call(x: Tensor) -> Tensor:
+        return causal_conv1d(x, inputs.weight)[0]
+
+    x = torch.stack([inputs.x, 2 * inputs.x], dim=2)
+    found = torch.vmap(call, in_dims=2, out_dims=1)(x)
+    assert torch.equal(found, torch.stack([call(inputs.x), call(2 * inputs.x)], dim=1))
 
 
 def test_vmap_of_an_update_writes_every_state() -> None:

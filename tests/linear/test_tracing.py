@@ -144,11 +144,3 @@ def test_flops_are_those_of_the_recurrence(delta_rule: bool, products: int) -> N
         else:
             chunk_gla(q, q, v, g)
     assert counter.get_total_flops() == 2 * 6 * 3 * 2 * 8 * 4 * products
-
-
-def test_vmap_runs_a_call_for_each_index() -> None:
-    q, v, g = torch.randn(5, 2, 6, 3, 8), torch.randn(2, 6, 3, 4), -torch.rand(2, 6, 3)
-    out, state = torch.vmap(lambda q: recurrent_gla(q, q, v, g, output_final_state=True))(q)
-    alone = [recurrent_gla(each, each, v, g, output_final_state=True) for each in q]
-    assert_close(out, torch.stack([one for one, _ in alone]))
-    assert_close(state, torch.stack([one for _, one in alone]))

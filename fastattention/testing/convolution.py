@@ -21,9 +21,9 @@ from fastattention.convolution.problem import (
 from fastattention.convolution.reference import causal_convolution
 from fastattention.convolution.validation import ConvolutionOptions
 from fastattention.engine.offsets import spans
+from fastattention.testing.memory import guarded
 from fastattention.testing.oracle import Expected, Results, error_of, largest
 
-GUARD = 64  # elements of NaN before and after a tensor
 DIFFERENTIATED = ("x", "weight", "bias", "initial_state")
 
 
@@ -93,14 +93,6 @@ class ConvolutionCase:
             guarded(state) if self.initial_state else None,
             offsets,
         )
-
-
-def guarded(tensor: Tensor, offset: int = 0) -> Tensor:
-    """A contiguous copy with NaN before and after it, `offset` elements away from alignment."""
-    size = tensor.numel()
-    memory = torch.full((size + 2 * GUARD + offset,), math.nan, dtype=tensor.dtype, device=tensor.device)
-    memory[GUARD + offset : GUARD + offset + size] = tensor.reshape(-1)
-    return memory[GUARD + offset : GUARD + offset + size].view(tensor.shape)
 
 
 def convolution_results(output: ConvolutionOutput) -> Results:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fastattention.testing.case import Memory
 
+GUARD = 256  # elements before and after a guarded tensor
+
 
 class Placed(NamedTuple):
     """A tensor and the whole buffer it is a view of."""
@@ -50,6 +52,13 @@ def _fill(buffer_shape: tuple[int, ...], values: Tensor, view_of: Callable[[Tens
     view = view_of(buffer)
     view.copy_(values)
     return Placed(view, buffer)
+
+
+def guarded(tensor: Tensor, offset: int = 0) -> Tensor:
+    """A copy with the same strides, in memory without other elements, `offset` elements away from alignment."""
+    spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    buffer = tensor.new_full((max(spanned, 0) + 2 * GUARD + offset,), nothing(tensor.dtype))
+    return buffer.as_strided(tensor.shape, tensor.stride(), GUARD + offset).copy_(tensor)
 
 
 def nothing(dtype: torch.dtype) -> float:

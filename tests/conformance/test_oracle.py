@@ -19,6 +19,7 @@ from fastattention.attention.problem import Inputs, Problem
 from fastattention.attention.reference import reference_attention
 from fastattention.testing.calls import build_call
 from fastattention.testing.case import Case
+from fastattention.testing.memory import guarded, whole_memory
 from fastattention.testing.oracle import expected, largest_error
 
 Mistake = Callable[[Problem, Inputs], tuple[Problem, Inputs]]
@@ -108,3 +109,18 @@ def assert_matches(case: Case, out: Tensor, lse: Tensor) -> None:
 
 def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2, 3, 4).transpose(1, 2), torch.ones(2, 3, 4)[..., 1:3]], ids=["transposed", "gaps"]
+)
+def test_a_guarded_copy_has_the_strides_and_nan_everywhere_else(tensor: Tensor, offset: int) -> None:
+    copy = guarded(tensor, offset)
+    assert torch.equal(copy, tensor)
+    assert copy.stride() == tensor.stride()
+    assert copy.data_ptr() % 64 == 4 * offset
+    memory = whole_memory(copy)
+    assert int(memory.isnan().sum()) == memory.numel() - tensor.numel()
+    assert memory[: copy.storage_offset()].numel() >= 256
+    assert memory[-256:].isnan().all()

@@ -18,9 +18,9 @@ from fastattention.testing.convolution import (
     convolution_results,
     expected_convolution,
     expected_gradients,
-    guarded,
     weights_of_results,
 )
+from fastattention.testing.memory import guarded
 
 
 def check_forward(backend: ConvolutionBackend, case: ConvolutionCase, dtype: torch.dtype) -> None:

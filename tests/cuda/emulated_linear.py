@@ -1,21 +1,18 @@
-"""The cuda backend of linear attention on tensors of the processor, and tensors with NaN around them."""
+"""The cuda backend of linear attention on tensors of the processor, and calls with NaN around their tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 
-import torch
 from emulated_backend import OneChip
 from emulator import Range
-from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.linear.backend import CudaLinearBackend
 from fastattention.backends.cuda.linear.params import StepParams
 from fastattention.linear.problem import LinearInputs, LinearProblem
-
-GUARD = 256  # elements before and after a tensor
+from fastattention.testing.memory import guarded
 
 
 class EmulatedLinear(OneChip, CudaLinearBackend):
@@ -54,15 +51,9 @@ def _range(params: Params, address: int, name: str, lasts: tuple[int, ...], colu
     return Range(address, item * (last + columns))
 
 
-def guarded(inputs: LinearInputs, offset: int = 0) -> LinearInputs:
-    """Copies with the same strides, and NaN before and after; `offset` elements away from alignment."""
+def guarded_inputs(inputs: LinearInputs, offset: int = 0) -> LinearInputs:
+    """`guarded` for all tensors of a call that hold floats."""
     floats = {
-        name: _guarded(x, offset) for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()
+        name: guarded(x, offset) for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()
     }
     return inputs._replace(**floats)
-
-
-def _guarded(tensor: Tensor, offset: int) -> Tensor:
-    spans = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    memory = torch.full((max(spans, 0) + 2 * GUARD + offset,), math.nan, dtype=tensor.dtype)
-    return memory.as_strided(tensor.shape, tensor.stride(), GUARD + offset).copy_(tensor)

@@ -16,7 +16,8 @@ from torch import Tensor
 from fastattention.backends.cuda.convolution.config import DTYPES, convolution_variants
 from fastattention.backends.cuda.convolution.heuristics import divide
 from fastattention.convolution.validation import prepare
-from fastattention.testing.convolution import ConvolutionCase, guarded, weights_of_results
+from fastattention.testing.convolution import ConvolutionCase, weights_of_results
+from fastattention.testing.memory import guarded
 
 # A CTA has four warps where they keep all multiprocessors busy, else one. Ranges of tokens are short on many.
 SMS = {"wide": 0, "narrow": 1000}

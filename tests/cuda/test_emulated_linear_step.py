@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import emulator
 import pytest
 import torch
-from emulated_linear import EmulatedLinear, guarded
+from emulated_linear import EmulatedLinear, guarded_inputs
 from linear.cases import CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def prepared(case: LinearCase, dtype: torch.dtype, offset: int = 0) -> tuple[LinearProblem, LinearInputs]:
-    return prepare(guarded(case.tensors(dtype), offset), case.options(chunked=False))
+    return prepare(guarded_inputs(case.tensors(dtype), offset), case.options(chunked=False))
 
 
 def attend(problem: LinearProblem, inputs: LinearInputs, tiles: str = "wide") -> LinearOutput:
@@ -140,7 +140,7 @@ def test_a_plan_serves_other_numbers_at_other_addresses() -> None:
     problem, inputs = prepared(case, torch.float16)
     call = EmulatedLinear(num_sms=1).make_call(problem, inputs)
     for _ in range(2):
-        other = LinearInputs(*(None if x is None else x.flip(0) for x in guarded(inputs, offset=3)))
+        other = LinearInputs(*(None if x is None else x.flip(0) for x in guarded_inputs(inputs, offset=3)))
         check(problem, other, call(other))
 
 

@@ -89,7 +89,7 @@ class AttentionCall:
             self._template = template
         out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))
         lse = self._attend(template, self._addresses.of(inputs), out).lse
-        out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
+        out = out[..., : problem.headdim_v].to(problem.dtype).contiguous()
         return AttentionOutput(out, lse)
 
     def _attend(self, template: bytes, addresses: Sequence[int], out: Tensor) -> AttentionOutput:

@@ -80,7 +80,7 @@ class Int8Call:
             as_prepared = replace(problem, dtype=dtype, headdim_v=quantized.v.shape[-1])
             call = self._calls[strides] = self._call_for(as_prepared, quantized)
         out, lse, _ = call(quantized)
-        out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
+        out = out[..., : problem.headdim_v].to(problem.dtype).contiguous()
         return AttentionOutput(out, lse)
 
     def _quantized(self, inputs: Inputs) -> Inputs:

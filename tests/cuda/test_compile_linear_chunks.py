@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiers import deep, sampled, slow
 
-from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
+from fastattention.backends.cuda.linear.chunk_config import TokenProductsConfig
+from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels, choose_gradient_kernels
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.variant import Variant
@@ -44,3 +45,25 @@ def test_chunked_kernels_spill_nothing(chip: str, headdim: int, rule: str) -> No
         resources = compiler.compile_kernel(kernel, target).resources
         assert resources.keys() == {entry.name for entry in kernel.entries}
         assert sum(one.spill_bytes for one in resources.values()) == 0
+
+
+@sampled
+@pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize(
+    "chip", ["V100", "H100", *(pytest.param(chip, marks=deep) for chip in ("P100", "T4", "RTX 3090", "A100"))]
+)
+def test_kernels_of_gradients_spill_little(chip: str, headdim: int, rule: str) -> None:
+    """Those of tokens fill all registers: some spill up to 600 bytes for a chunk of a head."""
+    limits = CHIPS[chip]
+    if (reason := compiler.why_not_target(limits.target)) is not None:
+        pytest.skip(reason)
+    shape = {"nheads": 16, "nheads_k": 16, "headdim_k": headdim, "headdim_v": headdim}
+    case = LinearCase(rule, seqlen=1, **shape)
+    problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
+    kernels = choose_gradient_kernels(problem, limits.arch, limits)
+    assert (kernels is None) == ((chip, rule, headdim) == ("P100", "kda", 128))
+    for kernel in kernels[2:] if kernels else ():
+        resources = compiler.compile_kernel(kernel, limits.target).resources
+        spilled = sum(one.spill_bytes for one in resources.values())
+        assert spilled <= (600 if isinstance(kernel, TokenProductsConfig) else 0)

@@ -2,90 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import emulator
 import pytest
 import torch
-from emulator import Range, Report, Wavefronts
+from emulated_chunks import LIMITS, EmulatedChunks
+from emulator import Report, Wavefronts
 from linear.cases import CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
 from torch import Tensor
 
-from fastattention.backends.common.c_struct import Params
-from fastattention.backends.cuda.linear.chunk_call import ChunkedCall
-from fastattention.backends.cuda.linear.chunk_config import ChunkVariant
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
-from fastattention.backends.cuda.linear.params import ChunkParams
 from fastattention.errors import ArgumentError
-from fastattention.gpu_runtime.chips import CHIPS, Limits
-from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase
 
 RULES = ("delta", "head", "key", "kda")
-LIMITS = {backend.name: backend.limits for backend in emulator.EMULATED}
-
-
-class EmulatedChunks:
-    """Chunked linear attention on tensors of the processor, as if on one chip."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.reports: list[Report] = []
-
-    def run(self, problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
-        self.reports.clear()
-        return ChunkedCall(problem, self.limits.arch, self.limits, self._launcher)(inputs)
-
-    def _launcher(self, launch: KernelLaunch) -> Callable[[Params], None]:
-        return lambda params: self.reports.append(emulator.launch(launch, params, ranges_of(launch, params)))
-
-
-def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
-    """The memory that a kernel may access in vectors."""
-    assert isinstance(params, ChunkParams)
-    config = launch.variant
-    assert isinstance(config, ChunkVariant)
-    chunk, headdim = config.chunk, config.headdim
-    delta, key = config.delta_rule, config.gate_per_key
-    slots = params.num_slots * params.nheads
-    offsets = _int32s(params.cu_seqlens, params.num_sequences + 1)
-    rows = params.num_sequences if not offsets else 1
-    tokens = offsets[-1] if offsets else params.seqlen
-    square, scaled = slots * chunk * chunk * 2, slots * chunk * headdim * 2 * key
-    sizes = {
-        "scores": square,
-        "inverse": square * (params.factors != params.inverse),
-        "factors": slots * 4 * (headdim + chunk * delta if key else 4 * chunk + 4),
-        "q_scaled": scaled,
-        "k_scaled": scaled * (1 + delta),
-        "states": slots * params.columns_v * headdim * 2,
-        "updates": slots * params.columns_v * chunk * 2 * delta,
-        "out": rows * tokens * params.nheads * params.columns_v * 2,
-    }
-    ranges = [Range(getattr(params, name), size) for name, size in sizes.items() if size]
-    heads_k = params.nheads // params.group_size
-    for name, heads, columns, item in (
-        ("q", heads_k, params.columns_k, 2),
-        ("k", heads_k, params.columns_k, 2),
-        ("v", params.nheads, params.columns_v, 2),
-        ("g", params.nheads, params.columns_k * key, 2 if params.gate_format else 4),
-    ):
-        if rows * tokens * columns:
-            strides = [getattr(params, f"{name}_stride_{axis}") for axis in ("batch", "row", "head")]
-            last = sum((size - 1) * stride for size, stride in zip((rows, tokens, heads), strides, strict=True))
-            ranges.append(Range(getattr(params, name), (last + columns) * item))
-    return ranges
-
-
-def _int32s(address: int | None, count: int) -> list[int]:
-    return list((ctypes.c_int32 * count).from_address(address)) if address else []
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from tiers import covering, sampled, tier_of
 
 from fastattention.backends.cuda.linear.step_config import DTYPES, StepConfig, step_variants
 from fastattention.backends.cuda.linear.step_heuristics import choose_step
+from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase
@@ -201,7 +202,7 @@ def test_tiles_follow_from_states_and_the_gpu(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"grads": ("q",)}, "gradients of q are needed, which backend 'torch' computes"),
+        ({"grads": ("q",), "dtype": torch.float32}, "gradients of float32 are not served"),
         ({"chunked": True, "dtype": torch.float32}, "chunks of float32 are not served"),
         ({"device": torch.device("meta")}, "tensors are on meta"),
         ({"num_sequences": 2**29}, f"{2**30} states are more than one launch takes"),
@@ -215,3 +216,14 @@ def test_a_refusal_says_why(change: dict[str, Any], reason: str) -> None:
     refusal = backend.why_not(replace(problem, **change))
     assert refusal is not None
     assert reason in refusal
+
+
+def test_gradients_need_shared_memory() -> None:
+    problem, _ = prepared(CASES["delta-headdim-256"], torch.float16)
+    backend = EmulatedLinear(num_sms=1)
+    assert backend.why_not(replace(problem, grads=("q",))) is None
+    backend.limits = CHIPS["P100"]
+    assert backend.why_not(problem) is None
+    refusal = backend.why_not(replace(problem, grads=("q",)))
+    assert refusal is not None
+    assert "no kernels for gradients with headdim_k=256 fit this GPU" in refusal

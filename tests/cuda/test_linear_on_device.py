@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.check import assert_small_errors
 from linear.cases import CASES
 from linear.check import check
 from torch import Tensor
@@ -14,9 +15,10 @@ from fastattention import UnsupportedError
 from fastattention.backends.cuda.linear.step_config import DTYPES
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.linear.backend import LINEAR_BACKENDS
-from fastattention.linear.problem import LinearOutput
+from fastattention.linear.operator import LINEAR_ATTENTION
+from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import prepare
-from fastattention.testing.linear import LinearCase, run_rule
+from fastattention.testing.linear import LinearCase, expected_gradients, linear_gradients, run_rule
 
 if LINEAR_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -102,8 +104,34 @@ def test_two_gpus_of_one_process_agree() -> None:
     assert torch.equal(results[0].cpu(), results[1].cpu())
 
 
-def test_gradients_are_refused_with_a_reason() -> None:
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch <= target()])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "kda-headdim-1"])  # all of it is rounded off
+def test_gradients_are_right_and_repeat(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, arch: int
+) -> None:
+    monkeypatch.setenv("FASTATTENTION_CUDA_ARCH", str(arch))
+    case, given = CASES[name], CASES[name].tensors(dtype, "cuda")
+    options = case.options(chunked=True)
+
+    def call(inputs: LinearInputs) -> LinearOutput:
+        return LinearOutput(*LINEAR_ATTENTION(inputs, options, "cuda"))
+
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
+    try:
+        found, again = linear_gradients(call, given), linear_gradients(call, given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(found[one], again[one]) for one in found)
+    wanted = expected_gradients(*prepare(case.tensors(dtype), options))
+    if arch < 80:  # operands are float16, in units of the largest gradient of results
+        smallest = torch.finfo(torch.float16).smallest_normal
+        wanted = wanted._replace(floors={one: floor + smallest for one, floor in wanted.floors.items()})
+    assert_small_errors(wanted, {one: x.cpu() for one, x in found.items()})
+
+
+def test_gradients_of_float32_are_refused_with_a_reason() -> None:
     case = CASES["head-plain"]
     inputs = case.tensors(torch.float32, "cuda")
-    with pytest.raises(UnsupportedError, match="gradients of q are needed, which backend 'torch' computes"):
+    with pytest.raises(UnsupportedError, match="gradients of float32 are not served"):
         run_rule(inputs._replace(q=inputs.q.requires_grad_()), case.rule, False, "cuda")

@@ -128,14 +128,13 @@ class PrepareKeysConfig(ChunkVariant):
 
 
 @dataclass(frozen=True)
-class StatesConfig(ChunkVariant):
-    """One variant of kernels/states.cuh."""
+class ChainConfig(ChunkVariant):
+    """What kernels have in common that go from chunk to chunk (kernels/chain.cuh)."""
 
-    source: ClassVar[str] = "states.cuh"
     min_ctas: ClassVar = 1
 
     num_steps: int  # of columns of v, of a CTA
-    num_key_parts: int  # CTAs that share the key dimensions; 1 for the delta rule
+    num_key_parts: int  # CTAs that share the key dimensions; 1 for delta rules
     num_stages: int  # chunks in shared memory
 
     @property
@@ -158,6 +157,15 @@ class StatesConfig(ChunkVariant):
         """Producer warps: they issue the asynchronous copies for the consumer warps."""
         return 4 if self.num_stages > 1 else 0
 
+
+@dataclass(frozen=True)
+class StatesConfig(ChainConfig):
+    """One variant of kernels/states.cuh."""
+
+    source: ClassVar[str] = "states.cuh"
+
+    reversed: bool = False  # for gradients, without the delta rule
+
     @property
     def values_ahead(self) -> bool:
         """Values of the next chunk become operands while this one's are multiplied: a chunk has one barrier."""
@@ -179,6 +187,102 @@ class StatesConfig(ChunkVariant):
 
 
 @dataclass(frozen=True)
+class StateGradientsConfig(ChainConfig):
+    """One variant of kernels/state_gradients.cuh, for delta rules."""
+
+    source: ClassVar[str] = "state_gradients.cuh"
+    reversed: ClassVar = True
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, which the kernel asserts."""
+        columns = self.value_columns
+        keys = (2 + self.gate_per_key) * self.tile_bytes(self.chunk, self.headdim)  # and queries
+        values = 2 * self.tile_bytes(self.chunk, columns)
+        tiles = keys + self.tile_bytes(self.chunk, self.chunk) + values + 4 * self.num_factors
+        return (
+            self.num_stages * tiles + self.tile_bytes(columns, self.headdim) + 4 * self.tile_bytes(columns, self.chunk)
+        )
+
+
+@dataclass(frozen=True)
+class TokenProductsConfig(ChunkVariant):
+    """What kernels of gradients of tokens have in common (kernels/token_products.cuh)."""
+
+    reversed: ClassVar = True
+    min_ctas: ClassVar = 1
+    part: ClassVar = 16  # tokens
+
+    columns: int  # of v at a time
+    num_stages: int  # slices of so many columns in shared memory
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of v at a time."""
+        return self.columns
+
+    @property
+    def num_warps(self) -> int:
+        """Each has a step of tokens, and some key dimensions."""
+        return self.chunk // self.step_rows * self._column_parts
+
+    @property
+    def warp_columns(self) -> int:
+        """Key dimensions of a warp. A lane of key_gradients.cuh has one of them, and a part of the warp's step."""
+        return 32 * self.part // self.step_rows
+
+    @property
+    def _column_parts(self) -> int:
+        return self.headdim // self.warp_columns
+
+    @property
+    def _slice_bytes(self) -> int:
+        tokens = (2 + self.delta_rule) * self.tile_bytes(self.chunk, self.columns)
+        return self.num_stages * (tokens + 2 * self.tile_bytes(self.columns, self.headdim))
+
+    @property
+    def _square_bytes(self) -> int:
+        return 2 * (1 + self.delta_rule) * self.tile_bytes(self.chunk, self.chunk)
+
+
+@dataclass(frozen=True)
+class TokenGradientsConfig(TokenProductsConfig):
+    """One variant of kernels/token_gradients.cuh, for a gate a head."""
+
+    source: ClassVar[str] = "token_gradients.cuh"
+
+    rows_early: bool  # queries and keys have memory of their own, so they are copied while slices are
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, which the kernel asserts."""
+        chunk, delta, parts = self.chunk, self.delta_rule, self._column_parts
+        rows = 2 * self.tile_bytes(chunk, self.headdim)
+        later = self._square_bytes + (not self.rows_early) * rows
+        products = chunk * (chunk + 8) * 4 + chunk * 4
+        planes = 6 + chunk // self.step_rows + (1 + delta) * (min(parts, chunk // 8) + parts) + 3 * parts
+        paths = -(-self.num_warps // 4) * 16
+        return max(self._slice_bytes, later) + products + planes * chunk * 4 + paths + self.rows_early * rows
+
+
+@dataclass(frozen=True)
+class KeyGradientsConfig(TokenProductsConfig):
+    """One variant of kernels/key_gradients.cuh, for a gate a key dimension."""
+
+    source: ClassVar[str] = "key_gradients.cuh"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, which the kernel asserts."""
+        chunk, delta, headdim = self.chunk, self.delta_rule, self.headdim
+        tiles = max(self._slice_bytes, self._square_bytes + self.num_warps * headdim * 4)
+        tiles += (2 + delta) * self.tile_bytes(chunk, headdim)
+        buffers = (2 + delta) * self.num_warps * self.step_rows * (self.warp_columns + 2) * 4
+        own, planes = 2 * (1 + delta) * chunk * self.part * 4, 4 + (2 + delta) * self._column_parts
+        return max(tiles, buffers) + own + 3 * chunk // self.part * headdim * 4 + planes * chunk * 4
+
+
+@dataclass(frozen=True)
 class OutputsConfig(ChunkVariant):
     """One variant of kernels/outputs.cuh."""
 
@@ -188,6 +292,7 @@ class OutputsConfig(ChunkVariant):
     num_warps: ClassVar = 4
 
     columns: int  # of v, of a CTA
+    reversed: bool = False  # for gradients
 
     @property
     def value_columns(self) -> int:
@@ -202,6 +307,6 @@ class OutputsConfig(ChunkVariant):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, which the kernel asserts."""
-        updates = (self.columns, self.chunk) if self.delta_rule else (self.chunk, self.columns)
-        scores = self.tile_bytes(self.chunk, self.chunk)
-        return self.tile_bytes(self.chunk + self.columns, self.headdim) + scores + self.tile_bytes(*updates)
+        asks_state = not (self.reversed and self.delta_rule)
+        state = asks_state * self.tile_bytes(self.chunk + self.columns, self.headdim)
+        return state + self.tile_bytes(self.chunk, self.chunk) + self.tile_bytes(self.chunk, self.columns)

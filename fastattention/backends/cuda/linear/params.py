@@ -10,3 +10,4 @@ _KERNELS = Path(__file__).parent / "kernels"
 
 StepParams = params_of(_KERNELS / "step_params.h", "StepParams")
 ChunkParams = params_of(_KERNELS / "chunk_params.h", "ChunkParams")
+GradientParams = params_of(_KERNELS / "chunk_params.h", "GradientParams")

@@ -8,12 +8,12 @@ namespace fastattention {
 // Scratch memory has a slot for every chunk of tokens (chunk.cuh); slots of a head are contiguous. A slot has
 //
 //     scores    (chunk, chunk)      weights of the chunk's own updates in its outputs
-//     inverse   (chunk, chunk)      with the delta rule
+//     inverse   (chunk, chunk)      with the delta rule; for gradients also its transpose, turned_inverse
 //     factors                       factors.cuh
 //     q_scaled, k_scaled  (chunk, columns of a tile)    with a gate for every key dimension; with the delta rule,
 //                                                       k_scaled has as many asking keys after these
 //     states    (columns of v, columns of a tile)   before the chunk
-//     updates   (columns of v, chunk)               with the delta rule
+//     updates   (chunk, columns of v)               with the delta rule
 struct ChunkParams {
     const uint16_t* q;  // rows of q, k, v and out are aligned to 16 bytes
     const uint16_t* k;
@@ -25,8 +25,10 @@ struct ChunkParams {
     const float* skip;           // (nheads,), how much of its value an output gets; null for zeros
     uint16_t* out;               // contiguous
     float* final_state;          // contiguous, null if not needed
+    const uint16_t* dout;        // gradients of out, contiguous, for gradients of delta rules alone
     uint16_t* scores;
     uint16_t* inverse;
+    uint16_t* turned_inverse;    // null if not needed
     float* factors;
     uint16_t* q_scaled;
     uint16_t* k_scaled;
@@ -49,6 +51,20 @@ struct ChunkParams {
     int32_t normalizes;            // queries and keys
 
     float scale;
+};
+
+// The arguments of token_gradients.cuh.
+struct GradientParams {
+    ChunkParams call;  // of the kernels before, without q_scaled, k_scaled, scores and inverse
+    const uint16_t* state_gradients;   // as call.states, after the chunk
+    const uint16_t* update_gradients;  // as call.updates, before beta multiplied these
+    void* dq;  // (batch_size, seqlen, nheads, columns of q), floats if sums_heads, otherwise in 16 bits
+    void* dk;  // likewise
+    uint16_t* dv;  // as out, of delta rules
+    float* dg;     // contiguous
+    float* dbeta;  // contiguous, null without beta
+    float* dskip;  // a number for each slot, null without skip
+    int32_t sums_heads;  // dq and dk will be summed over heads
 };
 
 }  // namespace fastattention

@@ -1,4 +1,4 @@
-// Copies tiles of a chunk to shared memory, for states.cuh and outputs.cuh.
+// Copies tiles of a chunk to shared memory.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -8,6 +8,7 @@
 namespace fastattention {
 
 constexpr int kColumns = kHeaddimV;  // columns of v per CTA
+constexpr bool kReversed = Config::reversed;  // for gradients, from later tokens to earlier ones
 
 // The number of CTAs that divide the columns of v of a head.
 FA_DEVICE int num_column_parts(const ChunkParams& p) { return (p.columns_v + kColumns - 1) / kColumns; }
@@ -34,9 +35,9 @@ FA_DEVICE void copy_numbers(const float* from, bool valid, uint32_t to) {
 
 constexpr int kTrianglePitch = pitch_of<2>(kChunk), kTriangleBytes = kChunk * kTrianglePitch;
 
-// Copies a square of a chunk that is zero above the diagonal; elements above it are not read.
-template <class Team>
-FA_DEVICE void copy_triangle(const uint16_t* from, bool valid, uint32_t to) {
+// Copies a square of a chunk. kTriangle: it is zero above the diagonal; elements above it are not read.
+template <class Team, bool kTriangle = false>
+FA_DEVICE void copy_square(const uint16_t* from, bool valid, uint32_t to) {
     constexpr int kPieces = kChunk / 8, kRowStep = Team::kThreads / kPieces;
     const int first_row = Team::index() / kPieces, column = Team::index() % kPieces * 8;
     from += first_row * kChunk + column;
@@ -44,7 +45,23 @@ FA_DEVICE void copy_triangle(const uint16_t* from, bool valid, uint32_t to) {
 #pragma unroll
     for (int row = 0; row < kChunk; row += kRowStep)
         if (kChunk % kRowStep == 0 || first_row + row < kChunk)
-            copy_128(to + row * kTrianglePitch, from + row * kChunk, valid && column <= first_row + row);
+            copy_128(to + row * kTrianglePitch, from + row * kChunk, valid && (!kTriangle || column <= first_row + row));
+}
+
+// Copies the transpose of a square that is zero above the diagonal.
+template <class Team>
+FA_DEVICE void copy_triangle_transposed(const uint16_t* from, uint32_t to) {
+    for (int piece = Team::index(); piece < kChunk * kChunk / 16; piece += Team::kThreads) {
+        const int row = piece / (kChunk / 8) * 2, column = piece % (kChunk / 8) * 8;
+        Words4 rows[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (column <= row + i) rows[i] = load_global_128(from + (row + i) * kChunk + column);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            store_shared_32(to + (column + j) * kTrianglePitch + row * 2,
+                            permute_bytes(rows[0].word[j / 2], rows[1].word[j / 2], j % 2 ? 0x7632 : 0x5410));
+    }
 }
 
 template <class Copy>

@@ -2,9 +2,13 @@
 // v. Its warps divide the chunk's queries, and columns if there are more warps than steps of queries. With the state S
 // before the chunk and the updates u from states.cuh, and the scores A:
 //
-//     o = a Q S^T + A u^T    a: products of gates; u = V without the delta rule
+//     o = a Q S^T + A u    a: products of gates; u = V without the delta rule
 //
 // With a gate for every key dimension, Q includes the gates already.
+//
+// Gradients of updates are such outputs themselves (kReversed): keys take the place of queries, gradients of states and of
+// outputs that of states and updates, and A is transposed. With the delta rule they are only A u: state_gradients.cuh adds
+// the rest.
 #pragma once
 
 #include "chunk_tiles.cuh"
@@ -14,20 +18,21 @@ namespace fastattention {
 constexpr int kQueryGroups = kChunk / Arch::kStepRows;
 constexpr int kWarpOutColumns = kColumns * kQueryGroups / kWarps;
 static_assert(kWarpOutColumns % 16 == 0, "warps have whole accumulators");
+constexpr bool kAsksState = !kReversed || !kDeltaRule;
 
 class Outputs {
     using QueryCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
     using StateCopy = TileCopy<Arch, WholeCta, uint16_t, false, kColumns, kHeaddim>;
-    // Values have a row per token; updates have a row per column of v.
-    using UpdateCopy =
-        TileCopy<Arch, WholeCta, uint16_t, false, kDeltaRule ? kColumns : kChunk, kDeltaRule ? kChunk : kColumns>;
+    using UpdateCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kColumns>;
     using Out = float[1][kWarpOutColumns / 8][Arch::kElements];
 
-    static constexpr int kStatesAt = QueryCopy::kBytes, kScoresAt = kStatesAt + StateCopy::kBytes,
+    // Without the state, scores come first.
+    static constexpr int kStatesAt = kAsksState ? QueryCopy::kBytes : 0,
+                         kScoresAt = kStatesAt + (kAsksState ? StateCopy::kBytes : 0),
                          kUpdatesAt = kScoresAt + kTriangleBytes;
-    // Results are staged in the memory of queries.
-    static constexpr int kOutPitch = pitch_of<2>(kColumns);
-    static_assert(kChunk * kOutPitch <= QueryCopy::kBytes, "there is room");
+    // Results are staged in the memory of queries, or of updates.
+    static constexpr int kOutPitch = pitch_of<2>(kColumns), kOutAt = kAsksState ? 0 : kUpdatesAt;
+    static_assert(kChunk * kOutPitch <= (kAsksState ? QueryCopy::kBytes : UpdateCopy::kBytes), "there is room");
 
     static_assert(kUpdatesAt + UpdateCopy::kBytes == Config::shared_bytes);
 
@@ -44,77 +49,77 @@ public:
 
     FA_DEVICE void run() const {
         const int64_t slot = slot_of(p_, sequence_, head_) + chunk_;
-        const int first = chunk_ * kChunk;
-        copy_tile(QueryCopy(token_source<kHeaddim>(
-                      p_, sequence_, head_, {p_.q, p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head}, p_.q_scaled, 0)),
-                  first, at_);
-        copy_tile(
-            StateCopy({p_.states + (slot * p_.columns_v + column_) * kHeaddim, kHeaddim, p_.columns_v - column_, kHeaddim}),
-            0, at_ + kStatesAt);
-        if constexpr (Arch::kAsyncCopy) copy_async_commit();
-        copy_triangle<WholeCta>(p_.scores + slot * (kChunk * kChunk), true, at_ + kScoresAt);
-        copy_updates(slot);
-        float factors[2];
-        read_factors(factors, slot);
-
-        if constexpr (Arch::kAsyncCopy) {
-            copy_async_commit();
-            copy_async_wait<1>();
-        }
-        cta_barrier();
         Out out = {};
-        typename Arch::template Rows<1, kHeaddim> queries;
-        queries.load(at_ + query_ * QueryCopy::kPitch);
-        const uint32_t states = at_ + kStatesAt + out_column_ * StateCopy::kPitch;
-        if constexpr (kDeltaRule) {
-            Arch::multiply_rows(out, queries, states);
+        if constexpr (kAsksState) copy_state(slot);
+        if constexpr (kReversed) {
+            copy_triangle_transposed<WholeCta>(p_.scores + slot * (kChunk * kChunk), at_ + kScoresAt);
         } else {
-            Arch::multiply_rows_as_values(out, queries, states);
+            copy_square<WholeCta, true>(p_.scores + slot * (kChunk * kChunk), true, at_ + kScoresAt);
         }
-        if constexpr (!kGatePerKey) {
-#pragma unroll
-            for (int n = 0; n < kWarpOutColumns / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < Arch::kElements; ++i) out[0][n][i] *= factors[Arch::row_of_element(i)];
-        }
+        copy_updates(slot);
+        if constexpr (Arch::kAsyncCopy) copy_async_commit();
+        if constexpr (kAsksState) ask_state(out, slot);
 
         if constexpr (Arch::kAsyncCopy) copy_async_wait<0>();
         cta_barrier();
         typename Arch::template Rows<1, kChunk> scores;
         scores.load(at_ + kScoresAt + query_ * kTrianglePitch);
-        const uint32_t to = at_ + query_ * kOutPitch + out_column_ * 2;
-        if constexpr (kDeltaRule) {
-            Arch::multiply_rows(out, scores, at_ + kUpdatesAt + out_column_ * UpdateCopy::kPitch);
-            Arch::template leave_scores<kOutPitch>(out, to);
-        } else {
-            const typename Arch::template Values<kColumns> values(at_ + kUpdatesAt + out_column_ * 2);
+        const typename Arch::template Values<kColumns> values(at_ + kUpdatesAt + out_column_ * 2);
 #pragma unroll
-            for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) values.accumulate(out, scores, group);
-            Arch::template leave_values<kOutPitch>(out, to);
-        }
+        for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) values.accumulate(out, scores, group);
+        if constexpr (!kAsksState) cta_barrier();  // all warps have read updates
+        const uint32_t to = at_ + kOutAt + query_ * kOutPitch + out_column_ * 2;
+        Arch::template leave_values<kOutPitch>(out, to);
         warp_barrier();
         write_out(to);
     }
 
 private:
+    FA_DEVICE void copy_state(int64_t slot) const {
+        copy_tile(QueryCopy(token_source<kHeaddim>(
+                      p_, sequence_, head_, {p_.q, p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head}, p_.q_scaled, 0)),
+                  chunk_ * kChunk, at_);
+        copy_tile(
+            StateCopy({p_.states + (slot * p_.columns_v + column_) * kHeaddim, kHeaddim, p_.columns_v - column_, kHeaddim}),
+            0, at_ + kStatesAt);
+        if constexpr (Arch::kAsyncCopy) copy_async_commit();
+    }
+
+    // Adds what the state holds for the warp's queries, once it has arrived. Scores and updates may still be on their way.
+    FA_DEVICE void ask_state(Out& out, int64_t slot) const {
+        float factors[2];
+        read_factors(factors, slot);
+        if constexpr (Arch::kAsyncCopy) copy_async_wait<1>();
+        cta_barrier();
+        typename Arch::template Rows<1, kHeaddim> queries;
+        queries.load(at_ + query_ * QueryCopy::kPitch);
+        Arch::multiply_rows_as_values(out, queries, at_ + kStatesAt + out_column_ * StateCopy::kPitch);
+        if constexpr (kGatePerKey) return;
+#pragma unroll
+        for (int n = 0; n < kWarpOutColumns / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i) out[0][n][i] *= factors[Arch::row_of_element(i)];
+    }
+
+    // Values, or in scratch updates of the delta rule.
     FA_DEVICE void copy_updates(int64_t slot) const {
-        if constexpr (kDeltaRule) {
-            copy_tile(
-                UpdateCopy({p_.updates + (slot * p_.columns_v + column_) * kChunk, kChunk, p_.columns_v - column_, kChunk}),
-                0, at_ + kUpdatesAt);
+        SourceRows<uint16_t, false> from{};
+        if constexpr (kDeltaRule && !kReversed) {
+            from = {p_.updates + slot * kChunk * p_.columns_v + column_, p_.columns_v, kChunk, p_.columns_v - column_};
         } else {
             const int64_t offset = sequence_.offset(p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head, head_);
-            copy_tile(UpdateCopy({p_.v + offset + column_, p_.v_stride_row, sequence_.length, p_.columns_v - column_}),
-                      chunk_ * kChunk, at_ + kUpdatesAt);
+            from = {p_.v + offset + column_, p_.v_stride_row, sequence_.length, p_.columns_v - column_};
         }
+        copy_tile(UpdateCopy(from), kDeltaRule && !kReversed ? 0 : chunk_ * kChunk, at_ + kUpdatesAt);
     }
 
     // Reads the factors of the lane's queries.
     FA_DEVICE void read_factors(float (&factors)[2], int64_t slot) const {
         if constexpr (kGatePerKey) return;
+        constexpr FactorPlane kPlane = kReversed ? kKeysToState : kQueriesOfState;
 #pragma unroll
         for (int which = 0; which < 2; ++which)
-            factors[which] = p_.factors[slot * kFactors + kQueriesOfState * kChunk + query_ + Arch::row(which)];
+            factors[which] = p_.factors[slot * kFactors + kPlane * kChunk + query_ + Arch::row(which)];
     }
 
     // Writes the warp's results from shared memory to out.

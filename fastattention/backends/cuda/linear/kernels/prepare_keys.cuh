@@ -21,8 +21,8 @@
 #include FA_ARCH_HEADER
 
 #include "fours.cuh"
-#include "lanes.cuh"
 #include "part_tiles.cuh"
+#include "token_scalars.cuh"
 #include "triangle.cuh"
 
 namespace fastattention {
@@ -65,7 +65,7 @@ public:
         write_scores();
         if constexpr (kDeltaRule) {
             triangle().invert();
-            triangle().write(p_.inverse + static_cast<int64_t>(slot_) * (kChunk * kChunk));
+            write_inverse(triangle(), p_, slot_);
         }
     }
 
@@ -111,15 +111,11 @@ private:
     }
     FA_DEVICE Triangle triangle() const { return {memory_ + kSystemAt, memory_ + kInverseAt}; }
 
-    // Stores the beta of a thread's token in shared memory and in factors. Padding tokens leave the state unchanged.
+    // Stores the beta of a thread's token in shared memory and in factors.
     FA_DEVICE void leave_beta(const Sequence& sequence, int chunk, int head) const {
-        const int token = thread_index(), row = chunk * kChunk + token;
+        const int token = thread_index();
         if (token >= kChunk) return;
-        float x = 0.0f;
-        if (row < sequence.length) {
-            const int64_t betas = sequence.offset(p_.beta_stride_batch, p_.beta_stride_row, p_.beta_stride_head, head);
-            x = widen_bits(read_bits(p_.beta, betas + row * p_.beta_stride_row, p_.beta_format), p_.beta_format);
-        }
+        const float x = TokenScalars(p_, sequence, chunk, head).beta();
         store_number(beta(token), x);
         p_.factors[static_cast<int64_t>(slot_) * kFactors + factor_of_token(kBetas, token)] = x;
     }

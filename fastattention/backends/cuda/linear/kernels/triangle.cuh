@@ -2,18 +2,10 @@
 #pragma once
 
 #include "chunk.cuh"
+#include "numbers_in_shared.cuh"
 #include "variant.cuh"
 
 namespace fastattention {
-
-FA_DEVICE float load_number(uint32_t at) { return as_float(load_shared_32(at)); }
-FA_DEVICE void store_number(uint32_t at, float x) { store_shared_32(at, as_bits(x)); }
-
-FA_DEVICE void load_numbers(uint32_t at, float* four) {
-    const Words4 words = load_shared_128(at);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = as_float(words.word[i]);
-}
 
 // L and its inverse in shared memory, in floats. All threads of a CTA use it together.
 //
@@ -49,20 +41,20 @@ public:
         }
     }
 
-    // Writes the inverse less I, as operands.
-    FA_DEVICE void write(uint16_t* to) const {
+    // Writes the inverse less I, as operands, and its transpose if there is memory for it.
+    FA_DEVICE void write(uint16_t* to, uint16_t* turned) const {
         for (int i = thread_index(); i < kChunk * (kChunk / 8); i += kThreads) {
             const int row = i / (kChunk / 8), column = i % (kChunk / 8) * 8;
-            Words4 words = {};
-            if (column < row) {
-                float x[8];
+            float x[8] = {};
+            if (column < row)
 #pragma unroll
                 for (int four = 0; four < 8; four += 4) load_numbers(inverse(row, column + four), &x[four]);
+            store_global_128(to + row * kChunk + column, packed(x, [&](int j) { return column + j < row; }));
+            if (turned == nullptr) continue;
+            if (row < column + 7)
 #pragma unroll
-                for (int j = 0; j < 8; j += 2)
-                    words.word[j / 2] = Operand::pack(column + j < row ? x[j] : 0.0f, column + j + 1 < row ? x[j + 1] : 0.0f);
-            }
-            store_global_128(to + row * kChunk + column, words);
+                for (int j = 0; j < 8; ++j) x[j] = load_number(inverse(column + j, row));
+            store_global_128(turned + row * kChunk + column, packed(x, [&](int j) { return row < column + j; }));
         }
     }
 
@@ -70,6 +62,16 @@ private:
     static constexpr int kPart = 16;  // rows of it are computed one after the other
     static constexpr int kTriangle = kChunk < 2 * kPart ? kPart : 2 * kPart;
     static_assert(kChunk == kTriangle || kChunk == 2 * kTriangle, "two triangles are joined");
+
+    // Eight operands: those of x for which is_below(index) is true, zeros elsewhere.
+    template <class IsBelow>
+    static FA_DEVICE Words4 packed(const float (&x)[8], IsBelow is_below) {
+        Words4 words;
+#pragma unroll
+        for (int j = 0; j < 8; j += 2)
+            words.word[j / 2] = Operand::pack(is_below(j) ? x[j] : 0.0f, is_below(j + 1) ? x[j + 1] : 0.0f);
+        return words;
+    }
 
     FA_DEVICE uint32_t system(int row, int column) const { return system_ + row * kPitch + column * 4; }
     FA_DEVICE uint32_t inverse(int row, int column) const { return inverse_ + row * kPitch + column * 4; }
@@ -158,5 +160,11 @@ private:
 
     uint32_t system_, inverse_;
 };
+
+// Writes an inverse to scratch.
+FA_DEVICE void write_inverse(const Triangle& triangle, const ChunkParams& p, int slot) {
+    const int64_t at = static_cast<int64_t>(slot) * (kChunk * kChunk);
+    triangle.write(p.inverse + at, p.turned_inverse == nullptr ? nullptr : p.turned_inverse + at);
+}
 
 }  // namespace fastattention

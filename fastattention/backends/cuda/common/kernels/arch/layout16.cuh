@@ -38,6 +38,17 @@ struct Layout16 {
         x = combine(x, shuffle_xor(x, 1));
         return combine(x, shuffle_xor(x, 2));
     }
+
+    // Lanes at this distance have neighbouring rows of a step, an even one first.
+    static constexpr int kNextRowLane = 4;
+
+    // Combines the values of all lanes that have the same columns.
+    template <class Combine>
+    static FA_DEVICE float reduce_column(float x, Combine combine) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) x = combine(x, shuffle_xor(x, distance));
+        return x;
+    }
 };
 
 }  // namespace fastattention

@@ -49,6 +49,18 @@ struct Arch {
         return combine(x, shuffle_xor(x, 2));
     }
 
+    // Lanes at this distance have neighbouring rows of a step, an even one first.
+    static constexpr int kNextRowLane = 1;
+
+    // Combines the values of all lanes that have the same columns.
+    template <class Combine>
+    static FA_DEVICE float reduce_column(float x, Combine combine) {
+        x = combine(x, shuffle_xor(x, 1));
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) x = combine(x, shuffle_xor(x, distance));
+        return x;
+    }
+
     template <class Item>
     static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
         store_operands<Item>(to, chunk);

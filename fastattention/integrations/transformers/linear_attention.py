@@ -114,6 +114,8 @@ def _choosing(original: Callable[..., Any], ours: Replacement) -> Callable[..., 
             return original(*args, **kwargs)
         reason = ours.why_not(*args, **kwargs)
         if reason is not None:
+            if kwargs.get("cu_seq_lens_q") is not None:  # which torch's functions ignore
+                reason += "; there, neighbouring sequences mix"
             warn_once(f"fastattention.linear leaves {ours.kind} to the model itself: {reason}")
             return original(*args, **kwargs)
         return ours.serve(*args, **kwargs)

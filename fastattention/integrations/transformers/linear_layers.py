@@ -55,11 +55,9 @@ def _why_not_delta(
     g: Tensor,
     beta: Tensor,
     *_: object,
-    cu_seqlens: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    **__: object,
+    **kwargs: Any,
 ) -> str | None:
-    reason = _why_not_dtypes(query=query, g=g, beta=beta) or _why_not_offsets(cu_seqlens, seq_idx)
+    reason = _why_not_dtypes(query=query, g=g, beta=beta) or _why_not_offsets(kwargs)
     if reason is not None:
         return reason
     if not query.dtype is key.dtype is value.dtype:
@@ -99,7 +97,6 @@ def _serve_delta(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, final state), the state in float32 as models keep it."""
@@ -114,7 +111,7 @@ def _serve_delta(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=_offsets(cu_seqlens, kwargs.get("seq_idx")),
+        cu_seqlens=_offsets(kwargs),
     )
 
 
@@ -133,7 +130,7 @@ def _why_not_ssd(
 ) -> str | None:
     if z is not None:
         return "a prompt is given with z, which the functions of torch ignore"
-    reason = _why_not_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
+    reason = _why_not_offsets(kwargs)
     return reason or _why_not_ssd_tensors(hidden_states, dt, A, B, C)
 
 
@@ -179,7 +176,7 @@ def _ssd_in_chunks(
         initial_state=initial_states,
         output_final_state=return_final_states,
         state_v_first=False,
-        cu_seqlens=_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")),
+        cu_seqlens=_offsets(kwargs),
     )
     if not return_final_states:
         return out
@@ -249,11 +246,7 @@ def _why_not_convolution(
     activation: str | None = None,
     **kwargs: Any,
 ) -> str | None:
-    offsets, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-    reason = _why_not_filters(hidden_states, weight, activation) or _why_not_offsets(offsets, seq_idx)
-    if reason is not None and (offsets is not None or seq_idx is not None):
-        reason += "; there, neighbouring sequences mix"
-    return reason
+    return _why_not_filters(hidden_states, weight, activation) or _why_not_offsets(kwargs)
 
 
 def _convolve(
@@ -269,7 +262,7 @@ def _convolve(
         weight,
         bias,
         activation=activation,
-        cu_seqlens=_offsets(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")),
+        cu_seqlens=_offsets(kwargs),
     )
     return out.transpose(1, 2)
 
@@ -314,8 +307,15 @@ def _why_not_filters(hidden_states: Tensor, weight: Tensor, activation: str | No
 # ---- what they share
 
 
-def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
-    """Offsets of sequences that follow one another in one row, from either form in which models get them."""
+def _given_offsets(kwargs: dict[str, Any]) -> Tensor | None:
+    """Offsets of sequences that follow one another in one row, under either name that models have for them."""
+    cu_seqlens: Tensor | None = kwargs.get("cu_seqlens")
+    return kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+
+
+def _offsets(kwargs: dict[str, Any]) -> Tensor | None:
+    """These offsets, or those of seq_idx, which says for each token of a row to which sequence it belongs."""
+    cu_seqlens, seq_idx = _given_offsets(kwargs), kwargs.get("seq_idx")
     if cu_seqlens is not None or seq_idx is None:
         return cu_seqlens
     row = seq_idx[0]
@@ -324,8 +324,9 @@ def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None
     return torch.cat([ends[:1], begins + 1, ends[1:]])
 
 
-def _why_not_offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> str | None:
-    if cu_seqlens is not None or seq_idx is None:
+def _why_not_offsets(kwargs: dict[str, Any]) -> str | None:
+    seq_idx = kwargs.get("seq_idx")
+    if _given_offsets(kwargs) is not None or seq_idx is None:
         return None
     if seq_idx.shape[0] != 1:
         return f"seq_idx has {seq_idx.shape[0]} rows; concatenate all sequences in one"

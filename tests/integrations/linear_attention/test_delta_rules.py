@@ -42,6 +42,15 @@ def test_every_model_with_kimi_delta_attention_is_served(name: str, calls: Calls
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_a_refused_call_of_concatenated_sequences_warns_that_they_mix(warned: Mock) -> None:
+    """Kimi-Linear passes on what models call the offsets, which torch's function ignores."""
+    given = arguments(dtype=torch.float64) | {"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}
+    given["g"] = given["g"][..., None].expand(-1, -1, -1, 8)
+    given |= {name: given[name].repeat_interleave(2, dim=2) for name in ("query", "key")}
+    modeling_of("kimi_linear").chunk_kimi_delta_attention(**given)
+    assert any("there, neighbouring sequences mix" in call.args[0] for call in warned.call_args_list)
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -116,7 +125,7 @@ def test_concatenated_sequences_are_kept_apart(kind: str, warned: Mock) -> None:
     both = {name: torch.cat([first[name], second[name]], dim=1) for name in ("query", "key", "value", "g", "beta")}
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
     rows = {"seq_idx": torch.tensor([5 * [0] + 7 * [1]], dtype=torch.int32)}
-    for sequences in ({"cu_seqlens": offsets}, rows):
+    for sequences in ({"cu_seqlens": offsets}, {"cu_seq_lens_q": offsets}, rows):
         out, states = function(**first | both | sequences)
         for part, state, given in zip(out.split([5, 7], dim=1), states.split(1), (first, second), strict=True):
             wanted = function(**given)

@@ -64,11 +64,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def model_with(name: str, **changed: Any) -> Any:
+def initial_model(name: str, **changed: Any) -> Any:
+    """A model with weights as its class draws them, in eval mode."""
     config = CONFIG_MAPPING["qwen3_5_text" if name == "qwen3_5" else name](**_CONFIGS[name] | changed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def model_with(name: str, **changed: Any) -> Any:
+    """A model with weights so large that every layer matters."""
+    model = initial_model(name, **changed)
     sharpen(model)
     return model
 

@@ -303,6 +303,14 @@ def test_latent_attention_is_refused() -> None:
         model.init_continuous_batching(GenerationConfig(eos_token_id=-1))
 
 
+def test_models_with_states_are_refused() -> None:
+    """Such as RWKV, whose configuration names no types of layers."""
+    model = copy.deepcopy(pair("llama").fast)
+    model._is_stateful = True
+    with pytest.raises(UnsupportedError, match="model_type='llama' has layers of type recurrent"):
+        model.init_continuous_batching(GenerationConfig(eos_token_id=-1))
+
+
 def test_disable_puts_everything_back() -> None:
     def state() -> list[Any]:
         return [

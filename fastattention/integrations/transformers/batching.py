@@ -82,16 +82,27 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, model: Any, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         if model.config._attn_implementation in (NAME, BATCHED_NAME):
-            _refuse_latents(model)
             _refuse_ignored(model, generation_config)
         original(self, model, generation_config, *args, **kwargs)
 
     return init
 
 
-def _refuse_latents(model: Any) -> None:
-    """Raises UnsupportedError for models with latent attention (DeepSeek): keys and values differ in head dimension."""
-    rank = getattr(model.config.get_text_config(), "kv_lora_rank", None)
+def _refuse_layers(model: Any) -> None:
+    """Raises UnsupportedError for models with layers that the paged cache of Transformers does not hold.
+
+    These are linear layers and others with states, and latent attention (DeepSeek), whose keys and values differ in
+    head dimension.
+    """
+    config = model.config.get_text_config()
+    batched = (FullPages.layer_type, SlidingPages.layer_type)
+    others = dict.fromkeys(kind for kind in getattr(config, "layer_types", None) or () if kind not in batched)
+    if others or model._is_stateful:
+        raise UnsupportedError(
+            f"model_type={model.config.model_type!r} has layers of type {', '.join(others) or 'recurrent'}, and the "
+            f"paged cache of Transformers holds {' and '.join(batched)} only; call model.generate for each prompt"
+        )
+    rank = getattr(config, "kv_lora_rank", None)
     if rank is not None:
         raise UnsupportedError(
             f"{type(model).__name__} has latent attention (kv_lora_rank={rank}), whose keys and values the paged cache "
@@ -120,6 +131,7 @@ def _switching(switch: bool) -> Callable[[Callable[..., None]], Callable[..., No
             refuse_pattern(_WITH_PATTERN)  # checked here, because batches are computed in a thread of their own
             name = model.config._attn_implementation
             if name == NAME or (switch and auto_switch_to_flash and name in ("sdpa", "eager")):
+                _refuse_layers(model)
                 model.config._attn_implementation = BATCHED_NAME
                 self._original_attn_impl = name  # stop() sets it again
             elif name != BATCHED_NAME:

@@ -26,7 +26,7 @@ Which model types of Transformers `attn_implementation="fast_attention"` serves.
 generates this page from `tests/integrations/sweep/results.json`: Transformers {transformers}, torch {torch}, on a CPU.
 
 Each type was built as a tiny random model, from Transformers' own lists. Its results were compared with those of eager
-attention, as far as eager attention itself computes them:
+attention and of Transformers' own functions for [linear layers](#linear-layers), as far as these compute them:
 
 - padding on no, the left, the right or both sides; gradients
 - generation: greedy, with a static cache, with beams
@@ -127,6 +127,25 @@ SECTIONS = {
 }
 
 
+LINEAR = """
+## Linear layers
+
+Types with linear attention, a state space or short convolutions, and which of our functions computed them in the checks
+above. They do so [under any attention](../guides/linear-attention.md#in-a-transformers-model). Other functions of these
+layers, such as the state space of Mamba, are Transformers' own.
+"""
+
+
+def _linear(name: str, result: dict[str, Any]) -> tuple[str, ...]:
+    found = result["linear"]
+    reasons = [_reason(text.partition(" leaves ")[2].replace(" to the model itself", "")) for text in found["left"]]
+    return f"`{name}`", ", ".join(f"`{one}`" for one in found["ours"]) or "none", ", ".join(reasons) or "-"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))
+
+
 def render(results: dict[str, Any]) -> str:
     """The whole page."""
     types: dict[str, Any] = results["types"]
@@ -139,13 +158,11 @@ def render(results: dict[str, Any]) -> str:
     )
     for key, section in SECTIONS.items():
         if of[key]:
-            rows = [
-                section.header,
-                ("---",) * len(section.header),
-                *(section.row(name, types[name]) for name in of[key]),
-            ]
-            table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            table = _table(section.header, [section.row(name, types[name]) for name in of[key]])
             parts.append(f"\n## {section.title}\n\n{section.about}\n\n{table}")
+    rows = [_linear(name, result) for name, result in types.items() if "linear" in result]
+    if rows:
+        parts += [LINEAR, _table(("type", "by ours", "left to Transformers"), rows)]
     return "\n".join(parts) + "\n"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from transformers import (
     StaticCache,
 )
 
+from fastattention.integrations.transformers import serve_linear_attention
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 VOCABULARY = 98
@@ -137,6 +140,16 @@ def stepwise(model: Any, side: str, cache: str) -> tuple[Tensor, Tensor]:
         seen = F.pad(seen, (0, count), value=1)
         logits.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
     return torch.cat(logits, dim=1), seen
+
+
+@contextmanager
+def own_linear_layers() -> Iterator[None]:
+    """Models compute linear layers by functions of Transformers."""
+    serve_linear_attention(False)
+    try:
+        yield
+    finally:
+        serve_linear_attention()
 
 
 def greedy(model: Any, ids: Tensor, mask: Tensor | None = None, count: int = 8, cache: str | None = None) -> Any:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import torch
 import transformers
 
-from fastattention.integrations.transformers import serve_linear_attention
+from integrations.models import own_linear_layers
 
 RULES = ("gated_delta_rule", "kda", "ssd")
 
@@ -29,11 +29,8 @@ class Calls(NamedTuple):
 
 def by_torch(compute: Callable[[], Any]) -> Any:
     """The result of `compute` with torch's functions."""
-    serve_linear_attention(False)
-    try:
+    with own_linear_layers():
         return compute()
-    finally:
-        serve_linear_attention()
 
 
 def names_of_models(function: str) -> list[str]:

@@ -14,20 +14,24 @@ from typing import Any
 import torch
 import transformers
 
-import fastattention.integrations.transformers  # noqa: F401  (registers "fast_attention")
+from integrations.models import own_linear_layers
 
 from . import results
 from .checks import run
+from .linear import recorded
 from .tiny import CannotBuildError, build, model_types
 
 
 def sweep(model_type: str) -> dict[str, Any]:
-    """The result of one type: {"class", "checks"}, or {"cannot": why}."""
+    """The result of one type: {"class", "checks"}, and "linear" for linear layers; or {"cannot": why}."""
     try:
-        tiny = build(model_type)
+        with own_linear_layers():
+            tiny = build(model_type)
     except CannotBuildError as error:
         return {"cannot": str(error)}
-    return {"class": tiny.model_class.__name__, "checks": run(tiny)}
+    with recorded() as linear:
+        result: dict[str, Any] = {"class": tiny.model_class.__name__, "checks": run(tiny)}
+    return result | ({"linear": linear.result()} if linear.is_there(tiny.config) else {})
 
 
 def main(names: list[str]) -> int:

@@ -1,4 +1,7 @@
-"""Computations with eager attention and with fast_attention, and their comparison."""
+"""Computations with eager attention and with fast_attention, and their comparison.
+
+Eager attention goes with Transformers' own functions for linear layers, fast_attention with ours.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from transformers import AttentionInterface
 
 from fastattention.errors import FastAttentionError
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
-from integrations.models import make_cache
+from integrations.models import make_cache, own_linear_layers
 
 from .tiny import BATCH_SIZE, LENGTH, Tiny, floats, limited
 
@@ -150,7 +153,7 @@ def run(tiny: Tiny) -> dict[str, str]:
 
 def _compare(name: str, tiny: Tiny, fast: Any, compute: Computation) -> str:
     try:
-        with limited():
+        with limited(), own_linear_layers():
             expected = compute(tiny.eager, tiny)
             padded = compute(tiny.eager, tiny._replace(padding_token=7))
             depends = _difference(padded, expected) > CLOSE
@@ -186,7 +189,7 @@ def _with_sdpa(tiny: Tiny, compute: Computation) -> Result:
     """Results with SDPA; empty for models that have none."""
     model = copy.deepcopy(tiny.eager)
     try:
-        with limited():
+        with limited(), own_linear_layers():
             model.set_attn_implementation("sdpa")
             return compute(model, tiny)
     except Exception:
@@ -196,7 +199,7 @@ def _with_sdpa(tiny: Tiny, compute: Computation) -> Result:
 def _rounding(tiny: Tiny, compute: Computation) -> float:
     """The tolerance from eager attention's own error in float32, without padding, which becomes NaN in float64."""
     try:
-        with limited():
+        with limited(), own_linear_layers():
             return ROUNDING * _difference(compute(tiny.eager, tiny), compute(copy.deepcopy(tiny.eager).double(), tiny))
     except Exception:  # not every model runs in float64
         return 0.0

@@ -34,6 +34,23 @@ def test_a_type_stands_where_it_belongs(result: dict[str, Any], cells: str, requ
     assert f"{cells} |" in page
 
 
+def test_linear_layers_are_listed_with_what_computed_them() -> None:
+    linear = {
+        "some": {"ours": ["chunk_kda", "recurrent_kda"], "left": []},
+        "other": {
+            "ours": [],
+            "left": ["fastattention.linear leaves Mamba-2 to the model itself: A is float64; use ours"],
+        },
+    }
+    types: dict[str, Any] = {
+        name: {"class": "M", "checks": {"greedy": "same"}, "linear": found} for name, found in linear.items()
+    }
+    page = write_model_types.render({"versions": {"transformers": "5", "torch": "2"}, "types": types})
+    assert "\n\n## Linear layers\n\n" in page
+    assert "| `some` | `chunk_kda`, `recurrent_kda` | - |\n" in page
+    assert "| `other` | none | `Mamba-2: A is float64` |\n" in page
+
+
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_model_types, "PAGE", tmp_path / "page.md")
     assert write_model_types.main(["--check"]) == 1

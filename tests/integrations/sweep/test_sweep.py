@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiers import deep
+from tiers import deep, slow
 from transformers import AttentionInterface
+
+from fastattention.integrations.transformers import linear_layers
 
 from . import results
 from .__main__ import sweep
@@ -50,6 +52,40 @@ def test_a_model_that_is_refused_is_told_from_one_that_fails() -> None:
 
 def test_a_model_that_never_asks_is_known() -> None:
     assert sweep("openai-gpt")["checks"]["asks"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ours"),
+    [
+        ("qwen3_next", ["chunk_gated_delta_rule", "recurrent_gated_delta_rule"]),
+        pytest.param("kimi_linear", ["chunk_kda", "recurrent_kda"], marks=slow),
+        pytest.param("mamba2", ["chunk_ssd", "recurrent_ssd"], marks=slow),
+        pytest.param("mamba", [], marks=slow),  # its state space is Transformers' own
+    ],
+)
+def test_linear_layers_are_compared_with_those_of_transformers(model_type: str, ours: list[str]) -> None:
+    result = sweep(model_type)
+    assert not results.is_failure(result)
+    assert result["linear"] == {"ours": ["causal_conv1d", "causal_conv1d_update", *ours], "left": []}
+
+
+def test_linear_layers_that_are_left_to_the_model_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_layers, "MAX_HEADDIM", 8)
+    linear = sweep("qwen3_next")["linear"]
+    assert linear["ours"] == ["causal_conv1d", "causal_conv1d_update"]
+    assert "a head dimension is 16" in linear["left"][0]
+
+
+def test_linear_layers_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = linear_layers.chunk_gated_delta_rule
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out, state = compute(*args, **kwargs)
+        return _slightly_off(out), state
+
+    monkeypatch.setattr(linear_layers, "chunk_gated_delta_rule", wrong)
+    result = sweep("qwen3_next")
+    assert {name for name, said in result["checks"].items() if said.startswith("differs by")} > {"gradients", "greedy"}
 
 
 def test_a_type_that_needs_other_inputs_is_not_tried() -> None:

@@ -81,7 +81,8 @@ _OTHERS = {
     "mamba_chunk_size": 8, "chunk_size": 8, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
     "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_headdim": 16,
     "mamba_d_ssm": 128, "mamba_n_groups": 1, "n_groups": 1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_codebooks": 2, "num_mel_bins": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4, "linear_head_dim": 16,
+    "num_codebooks": 2, "num_mel_bins": 16,
     "max_source_positions": 64, "max_target_positions": 64,
 }  # fmt: skip
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_global_key_value_heads")
@@ -115,7 +116,7 @@ def limited() -> Iterator[None]:
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **{name: {"layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe")},
     "cohere_compass_text": {
         "layer_types": ["full_attention", "sliding_attention"],
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE),
@@ -125,9 +126,16 @@ _MORE: dict[str, dict[str, Any]] = {
         "intermediate_size": [96, 96],
         "activation_sparsity_pattern": [0.0, 0.0],
     },
+    "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    "mamba2": {"num_heads": 8},
     "longcat_flash": {"num_attention_heads": 4, "head_dim": 8, "qk_head_dim": 16},
-    "qwen4_exp_text": dict.fromkeys(("indexer_n_heads", "indexer_kv_heads"), 2)
-    | {"indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
 }

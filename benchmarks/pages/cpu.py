@@ -143,20 +143,21 @@ def _models() -> list[str]:
     return blocks
 
 
-def tokens_of_models(rows: list[dict[str, Any]]) -> str:
-    """Times of a token; where it was measured, the noise and how much of a token is attention."""
-    headings = ["model dtype, keys", "SDPA", "ours", "vs SDPA", "ours, own threads", "vs SDPA"]
+def tokens_of_models(rows: list[dict[str, Any]], peer: str = "SDPA", part: str = "attention") -> str:
+    """Times of a token; where it was measured, the noise and how much of a token is a part of the model."""
+    headings = ["model dtype, keys", peer, "ours", f"vs {peer}", "ours, own threads", f"vs {peer}"]
     keys = ("sdpa", "fast_attention", "fast_attention, its own threads")
     every = []
     for row in rows:
         sdpa, ours, own = (row["seconds"][key] for key in keys)
         cells = [f"{row['dtype']}, {tokens(row['keys'])} keys", seconds(sdpa)]
         cells += [seconds(ours), ratio(sdpa / ours), seconds(own), ratio(sdpa / own)]
-        if "attention_seconds" in row:
-            shares = (row["attention_seconds"][key] for key in keys[:2])
+        if f"{part}_seconds" in row:
+            shares = (row[f"{part}_seconds"][key] for key in keys[:2])
             cells += [f"{sdpa / row['seconds']['sdpa again']:.2f}x", *map(seconds, shares)]
         every.append(cells)
-    return table([*headings, "noise", "attention by SDPA", "by ours"][: len(every[0])], every)
+    heading = {"linear": "linear layers"}.get(part, part)
+    return table([*headings, "noise", f"{heading} by {peer}", "by ours"][: len(every[0])], every)
 
 
 def _comparison(result: Result, rate: str, device: str) -> list[str]:

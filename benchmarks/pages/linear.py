@@ -1,15 +1,17 @@
-"""The page of linear attention: prompts and single tokens, on a CPU and on a GPU."""
+"""The page of linear attention: prompts and single tokens, on a CPU and on a GPU, and a whole model on CPUs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from . import results
+from .cpu import tokens_of_models
 from .markdown import number, page, percent, ratio, seconds, table, tokens
 from .results import Result
 
 OURS, FLA, TRANSFORMERS, TORCH = "fastattention", "fla", "Transformers", "torch"
 FILES = {"linear_cpu": "On a CPU", "linear_gpu": "On a GPU"}
+MODELS = ("decode_in_hybrid_model", "xeon_amx/decode_in_hybrid_model")
 INTRODUCTION = """\
 Every rule with 16 heads of 128 x 128, and a state before and after. Heads of Mamba-2 share their queries and keys.
 Peers are the functions of Transformers' models, flash-linear-attention ("fla") where it runs, and our own fallback in
@@ -26,11 +28,30 @@ OF_GPU = """\
  "In a graph" is the same call replayed from a CUDA graph, without the time of the processor. A copy within the GPU
 reaches {copy:.0f} GB/s; the states of small batches stay in the L2 cache."""
 
+OF_MODELS = """\
+Transformers with a hybrid of the kind of Granite 4, {parameters:.0f} million parameters with random weights: 28 layers
+of Mamba-2 and 4 of attention. "Transformers" is its own functions of these layers, and SDPA. "Own threads" runs our
+thread pool instead of torch's OpenMP threads. "Noise" is Transformers against itself, in turns with the others. Linear
+layers are the convolutions and states of a token, without projections, and with Python."""
+
 
 def build() -> str:
     """linear.md."""
     sections = [block for name, heading in FILES.items() for block in _section(name, heading)]
-    return page("Linear attention", INTRODUCTION, *sections)
+    return page("Linear attention", INTRODUCTION, *sections, *_models())
+
+
+def _models() -> list[str]:
+    """The section of a whole model; empty where none has been measured."""
+    found = [Result.load(name) for name in MODELS if (results.RESULTS / f"{name}.json").exists()]
+    blocks = []
+    for result in found:
+        rows = tokens_of_models(result.data["rows"], TRANSFORMERS, "linear")
+        blocks += [f"### {result.processor}", *result.sourced(rows, device=result.processor)]
+    if not found:
+        return []
+    about = OF_MODELS.format(parameters=found[0].data["parameters"] / 1e6)
+    return ["## A token of a whole model", about, *blocks]
 
 
 def _section(name: str, heading: str) -> list[str]:

@@ -7,14 +7,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from pages import linear
 from tiers import deep, slow
 
-from fastattention.backends.cpu.library import available_isas
+from fastattention.backends.cpu.library import available_isas, load_library
+from fastattention.backends.cpu.torch_threads import find_openmp
+from fastattention.integrations.transformers import linear_layers, serve_linear_attention
+from fastattention.offload.model_shape import ModelShape
 
 pytestmark = slow
 
@@ -105,3 +112,64 @@ def test_memory_script_refuses_what_would_not_fit(monkeypatch: pytest.MonkeyPatc
     peak = memory.measure_in_process("prefill", "torch eager", 65536)
     assert peak.extra_bytes is None
     assert peak.reason == "needs about 128 GiB, 8 GiB are available"
+
+
+@pytest.fixture
+def tiny_models() -> Iterator[ModuleType]:
+    """The script of whole models, with a tiny one of each kind."""
+    script = load_script("decode_in_model")
+    script.SHAPE = ModelShape(  # type: ignore[attr-defined]
+        "tiny", num_layers=2, nheads=4, nheads_k=2, headdim=16, hidden_size=64, intermediate_size=96, vocab_size=98
+    )
+    script.HYBRID |= {  # type: ignore[attr-defined]
+        "num_hidden_layers": 3, "hidden_size": 64, "shared_intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "vocab_size": 98,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }  # fmt: skip
+    yield script
+    serve_linear_attention()
+    load_library().set_omp_team(find_openmp())
+
+
+@pytest.mark.parametrize(("hybrid", "part"), [(False, "attention"), (True, "linear")], ids=["llama", "hybrid"])
+def test_whole_models_are_timed_with_a_part_of_their_tokens(
+    hybrid: bool, part: str, tiny_models: ModuleType, tmp_path: Path
+) -> None:
+    tiny_models.main(keys="5,9", dtypes="float32,bfloat16", rounds=1, tokens=2, hybrid=hybrid, output=tmp_path)
+    (path,) = tmp_path.iterdir()
+    report = read(path)
+    assert path.stem == report["question"] == ("decode_in_hybrid_model" if hybrid else "decode_in_model")
+    assert [(row["dtype"], row["keys"]) for row in report["rows"]] == [
+        (dtype, keys) for dtype in ("float32", "bfloat16") for keys in (5, 9)
+    ]
+    for row in report["rows"]:
+        assert set(row["seconds"]) == set(tiny_models.ATTENTIONS)
+        assert all(row[f"{part}_seconds"][name] > 0 for name in row["seconds"])
+
+
+@torch.inference_mode()
+def test_a_hybrid_runs_our_functions_beside_our_attention_alone(
+    tiny_models: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Mock(wraps=linear_layers.recurrent_ssd)
+    monkeypatch.setattr(linear_layers, "recurrent_ssd", calls)
+    model = tiny_models.build(tiny_models.config(True, 9), torch.float32, torch.device("cpu"))
+    caches = tiny_models.random_caches(model, 5)
+    for name, count in (("sdpa", 0), ("fast_attention", 2 * 3)):
+        tiny_models.choose(model, name)
+        tiny_models.seconds_of_a_token(model, caches[name], 3)
+        assert calls.call_count == count
+        assert caches[name].get_seq_length() == 5
+
+
+def test_the_page_shows_a_hybrid_once_it_is_measured(
+    tiny_models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear.results, "RESULTS", tmp_path)
+    assert linear._models() == []
+    tiny_models.main(keys="5", dtypes="float32", rounds=1, tokens=1, hybrid=True, output=tmp_path)
+    heading, _, _, table, source = linear._models()
+    assert heading == "## A token of a whole model"
+    assert "vs Transformers" in table
+    assert "float32, 5 keys" in table
+    assert "decode_in_hybrid_model.json" in source

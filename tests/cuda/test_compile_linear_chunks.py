@@ -49,7 +49,7 @@ def test_chunked_kernels_spill_nothing(chip: str, headdim: int, rule: str) -> No
 
 @sampled
 @pytest.mark.parametrize("rule", ["delta", "head", "key", "kda"])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [pytest.param(64, marks=deep), 128])
 @pytest.mark.parametrize(
     "chip", ["H100", *(pytest.param(chip, marks=deep) for chip in ("P100", "V100", "T4", "RTX 3090", "A100"))]
 )

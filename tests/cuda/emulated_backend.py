@@ -16,6 +16,7 @@ class OneChip:
     """Comes before a cuda backend whose kernels depend only on the number of multiprocessors of one chip."""
 
     def __init__(self, num_sms: int) -> None:
+        super().__init__()
         self.limits = CHIPS["A100"]._replace(num_sms=num_sms)
         self.launches: list[KernelLaunch] = []
         self.reports: list[Report] = []

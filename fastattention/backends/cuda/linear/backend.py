@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -11,10 +12,11 @@ from fastattention import environment
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.cuda.linear.chunk_call import ChunkedCall
-from fastattention.backends.cuda.linear.chunk_heuristics import GradientKernels, choose_gradient_kernels
+from fastattention.backends.cuda.linear.chunk_heuristics import choose_gradient_kernels
 from fastattention.backends.cuda.linear.gradient_call import ChunkedGradients
 from fastattention.backends.cuda.linear.step_call import StepCall
 from fastattention.backends.cuda.linear.step_heuristics import choose_step, num_ctas
+from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -29,6 +31,9 @@ class CudaLinearBackend(LinearBackend):
 
     name = "cuda"
     has_backward = True
+
+    def __init__(self) -> None:
+        self._gradient_calls: BoundedDict[tuple[LinearProblem, int], ChunkedGradients] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
@@ -52,40 +57,35 @@ class CudaLinearBackend(LinearBackend):
     def make_call(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """Three launches for a call in chunks, one for a call token by token."""
         limits = self._limits(problem)
-
-        def launcher(launch: KernelLaunch) -> Callable[[Params], None]:
-            return self._launcher(launch, problem)
-
+        launcher = functools.partial(self._launcher, problem=problem)
         if problem.chunked:
-            return ChunkedCall(problem, environment.cuda_arch() or limits.arch, limits, launcher)
+            return ChunkedCall(problem, _arch(limits), limits, launcher)
         return StepCall(problem, inputs, limits, launcher)
 
     def _why_no_gradients(self, problem: LinearProblem) -> str | None:
         if problem.dtype is torch.float32:
             return "gradients of float32 are not served; use float16, bfloat16, backend='torch' or torch.no_grad()"
-        if self._gradient_kernels(problem) is None:
+        limits = self._limits(problem)
+        if choose_gradient_kernels(problem, _arch(limits), limits) is None:
             return (
                 f"no kernels for gradients with headdim_k={problem.headdim_k} fit this GPU; use backend='torch' or "
                 "torch.no_grad()"
             )
         return None
 
-    def _gradient_kernels(self, problem: LinearProblem) -> GradientKernels | None:
-        limits = self._limits(problem)
-        return choose_gradient_kernels(problem, environment.cuda_arch() or limits.arch, limits)
-
     def backward(
         self, problem: LinearProblem, inputs: LinearInputs, result: LinearOutput, grads: LinearGradients
     ) -> Mapping[str, Tensor]:
         """Gradients by five launches. States before chunks are computed again."""
-        kernels = self._gradient_kernels(problem)
-        assert kernels is not None, "why_not refuses such a problem"
-
-        def launcher(launch: KernelLaunch) -> Callable[[Params], None]:
-            return self._launcher(launch, problem)
-
-        arch = environment.cuda_arch() or self._limits(problem).arch
-        return ChunkedGradients(problem, arch, kernels, launcher)(inputs, grads)
+        limits = self._limits(problem)
+        arch = _arch(limits)
+        call = self._gradient_calls.get((problem, arch))
+        if call is None:
+            kernels = choose_gradient_kernels(problem, arch, limits)
+            assert kernels is not None, "why_not refuses such a problem"
+            launcher = functools.partial(self._launcher, problem=problem)
+            call = self._gradient_calls[problem, arch] = ChunkedGradients(problem, arch, kernels, launcher)
+        return call(inputs, grads)
 
     # The emulator of the tests replaces these methods.
 
@@ -97,3 +97,8 @@ class CudaLinearBackend(LinearBackend):
 
     def _launcher(self, launch: KernelLaunch, problem: LinearProblem) -> Callable[[Params], None]:
         return device.launcher(launch, problem.device)
+
+
+def _arch(limits: Limits) -> int:
+    """The code path in use on a GPU."""
+    return environment.cuda_arch() or limits.arch

@@ -69,8 +69,14 @@ protected:
     FA_DEVICE int first_key() const { return warp_ * kKeyDims; }
     FA_DEVICE int first_token() const { return warp_ * kTokens; }
 
+    // Chunks are counted by steps, in the order in which the chain takes them. After the last step comes no chunk.
     FA_DEVICE int num_chunks() const { return sequence_.num_chunks(); }
-    FA_DEVICE int64_t slot(int chunk) const { return slot_of(p_, sequence_, head_) + chunk; }
+    FA_DEVICE int chunk_at(int step) const { return !kReversed || step >= num_chunks() ? step : num_chunks() - 1 - step; }
+    FA_DEVICE int64_t slot(int step) const { return slot_of(p_, sequence_, head_) + chunk_at(step); }
+    template <class Tiles>
+    static FA_DEVICE uint32_t tiles_of(int step) {
+        return shared_memory() + step % kStages * Tiles::kBytes;
+    }
 
     // factors: address of the first of a chunk.
     static FA_DEVICE uint32_t factor(uint32_t factors, int at) { return factors + at * 4; }
@@ -169,6 +175,38 @@ protected:
         }
     }
 
+    // What producer warps do, at the same barriers as the others: they copy tiles, and write the states and updates that are
+    // left in `exchange`. kAhead: the others use tiles of the next step too.
+    template <bool kAhead, class Tiles, class Exchange>
+    FA_DEVICE void copy_chunks(Tiles tiles, const Exchange& exchange) const {
+#pragma unroll
+        for (int step = 0; step < kStages - 1; ++step) {
+            tiles.begin_keys(chunk_at(step), tiles_of<Tiles>(step));
+            tiles.begin_others(chunk_at(step), tiles_of<Tiles>(step));
+            copy_async_commit();
+        }
+        if constexpr (kAhead) {
+            copy_async_wait<kStages - 2>();
+            cta_barrier();
+        }
+        for (int step = 0; step < num_chunks(); ++step) {
+            copy_async_wait<kStages - 2 - kAhead>();
+            cta_barrier();
+            const int next = step + kStages - 1;
+            // Copies start in two bursts, so that other warps' reads of shared memory wait less.
+            tiles.begin_keys(chunk_at(next), tiles_of<Tiles>(next));
+            if constexpr (kDeltaRule) cta_barrier();
+            tiles.begin_others(chunk_at(next), tiles_of<Tiles>(next));
+            copy_async_commit();
+            write_state(slot(step), exchange.state(step));
+            if constexpr (kDeltaRule) {
+                cta_barrier();
+                write_updates(slot(step), exchange.updates(step));
+            }
+        }
+        copy_async_wait<0>();
+    }
+
     // Calls visit(element of the state, key dimension, column of v) for those that exist.
     template <class Visit>
     FA_DEVICE void for_each_of_state(Visit visit) {
@@ -216,13 +254,21 @@ protected:
     State state_;
 };
 
-// Runs a chain in the grid of kernels: CTAs of one head are neighbours, as they read the same tiles.
+// Runs a chain in the grid of kernels: CTAs of one head are neighbours, as they read the same tiles. `alone` does the work of
+// `consume` and `produce` where there are no producer warps.
 template <class OneChain>
 FA_DEVICE void run_chain(const ChunkParams& p) {
     let_next_kernel_start();
     const int parts = num_column_parts(p) * kKeyParts;
     const int part = static_cast<int>(cta_index() % parts), index = static_cast<int>(cta_index() / parts);
-    OneChain(p, index / p.nheads, index % p.nheads, part / kKeyParts * kColumns, part % kKeyParts * kHeaddim).run();
+    OneChain chain(p, index / p.nheads, index % p.nheads, part / kKeyParts * kColumns, part % kKeyParts * kHeaddim);
+    if constexpr (!Arch::kAsyncCopy) {
+        chain.alone();
+    } else if (warp_index() < kStateWarps) {
+        chain.consume();
+    } else {
+        chain.produce();
+    }
 }
 
 }  // namespace fastattention

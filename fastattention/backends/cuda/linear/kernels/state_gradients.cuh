@@ -86,114 +86,92 @@ private:
     const int length_;
 };
 
+// Shared memory after the tiles, by which warps exchange results.
+class GradientExchange {
+    static constexpr int kState = kStages * GradientTiles::kBytes, kRest = kState + kExchangedState,
+                         kUpdates = kRest + kExchangedTokens, kToState = kUpdates + kExchangedTokens,
+                         kOutputs = kToState + kExchangedTokens;
+    static_assert(kOutputs + kExchangedTokens == Config::shared_bytes);
+
+public:
+    // A step uses them before the next one stores its own: there are barriers in between.
+    FA_DEVICE uint32_t state(int = 0) const { return at_ + kState; }
+    FA_DEVICE uint32_t updates(int = 0) const { return at_ + kUpdates; }
+    FA_DEVICE uint32_t rest() const { return at_ + kRest; }
+    // Updates and gradients of outputs, scaled to be added to the state.
+    FA_DEVICE uint32_t to_state() const { return at_ + kToState; }
+    FA_DEVICE uint32_t outputs() const { return at_ + kOutputs; }
+
+private:
+    const uint32_t at_ = shared_memory();
+};
+
 class StateGradients : Chain {
 public:
     using Chain::Chain;
 
-    FA_DEVICE void run() {
-        if constexpr (!Arch::kAsyncCopy) {
-            find_gradients_alone();
-        } else if (warp_ < kStateWarps) {
-            find_gradients();
-        } else {
-            copy();
-        }
-    }
-
-private:
-    // Shared memory after the tiles, by which warps exchange results.
-    static constexpr int kStateAt = kStages * GradientTiles::kBytes, kRestAt = kStateAt + kExchangedState,
-                         kUpdatesAt = kRestAt + kExchangedTokens, kToStateAt = kUpdatesAt + kExchangedTokens,
-                         kOutputsAt = kToStateAt + kExchangedTokens;
-    static_assert(kOutputsAt + kExchangedTokens == Config::shared_bytes);
-
-    // find_gradients and copy pass the same barriers, three for each chunk. At the first its tiles and the state have
-    // arrived, and no thread uses the previous tiles any more.
-    FA_DEVICE void find_gradients() {
+    // There are three barriers for each step. At the first its tiles and the state have arrived, and no thread uses the
+    // previous tiles any more.
+    FA_DEVICE void consume() {
         read_state();
         for (int step = 0; step < num_chunks(); ++step) {
-            leave_state(at_ + kStateAt);
+            leave_state(exchange_.state());
             cta_barrier();
-            add_chunk(tiles_of(step));
+            add_chunk(tiles_of<GradientTiles>(step));
         }
         write_final_state();
     }
 
-    FA_DEVICE void copy() const {
-        GradientTiles tiles(p_, sequence_, head_, column_);
-#pragma unroll
-        for (int step = 0; step < kStages - 1; ++step) {
-            tiles.begin_keys(chunk_at(step), tiles_of(step));
-            tiles.begin_others(chunk_at(step), tiles_of(step));
-            copy_async_commit();
-        }
-        for (int step = 0; step < num_chunks(); ++step) {
-            copy_async_wait<kStages - 2>();
-            cta_barrier();
-            const int next = step + kStages - 1;
-            // Copies start in two bursts, so that other warps' reads of shared memory wait less.
-            tiles.begin_keys(chunk_at(next), tiles_of(next));
-            cta_barrier();
-            tiles.begin_others(chunk_at(next), tiles_of(next));
-            copy_async_commit();
-            write_state(slot(chunk_at(step)), at_ + kStateAt);
-            cta_barrier();
-            write_updates(slot(chunk_at(step)), at_ + kUpdatesAt);
-        }
-        copy_async_wait<0>();
-    }
+    FA_DEVICE void produce() const { copy_chunks<false>(GradientTiles(p_, sequence_, head_, column_), exchange_); }
 
-    // Does the work of both where there are no producer warps.
-    FA_DEVICE void find_gradients_alone() {
+    FA_DEVICE void alone() {
+        const uint32_t tiles = tiles_of<GradientTiles>(0);
         read_state();
         for (int step = 0; step < num_chunks(); ++step) {
             if (step > 0) cta_barrier();
             // Addresses are computed anew for each chunk: the state leaves few registers to keep them.
-            GradientTiles tiles(p_, sequence_, opaque(head_), opaque(column_));
-            tiles.begin_keys(chunk_at(step), at_);
-            tiles.begin_others(chunk_at(step), at_);
-            leave_state(at_ + kStateAt);
+            GradientTiles copies(p_, sequence_, opaque(head_), opaque(column_));
+            copies.begin_keys(chunk_at(step), tiles);
+            copies.begin_others(chunk_at(step), tiles);
+            leave_state(exchange_.state());
             cta_barrier();
-            write_state(slot(chunk_at(step)), at_ + kStateAt);
-            add_chunk(at_);
-            write_updates(slot(chunk_at(step)), at_ + kUpdatesAt);
+            write_state(slot(step), exchange_.state());
+            add_chunk(tiles);
+            write_updates(slot(step), exchange_.updates());
         }
         write_final_state();
     }
 
-    // The chunk that comes at a step; there is none with this index after the last step.
-    FA_DEVICE int chunk_at(int step) const { return step < num_chunks() ? num_chunks() - 1 - step : step; }
-    FA_DEVICE uint32_t tiles_of(int step) const { return at_ + step % kStages * GradientTiles::kBytes; }
-
+private:
     // Between the last two barriers, warps add what queries give: it does not wait for updates.
     FA_DEVICE void add_chunk(uint32_t tiles) {
         const uint32_t factors = GradientTiles::factors(tiles);
         decay_state(factors);
         Tokens x = {};
-        ask(x, at_ + kStateAt, GradientTiles::keys(tiles));
+        ask(x, exchange_.state(), GradientTiles::keys(tiles));
         if constexpr (!kGatePerKey) scale(x, token_factors(kKeysToState, factors));
         add_tokens(x, GradientTiles::updates(tiles));
-        leave_tokens(x, at_ + kRestAt);
+        leave_tokens(x, exchange_.rest());
         leave_outputs(tiles);
         cta_barrier();
         TokenRows rest;
-        rest.load(at_ + kRestAt);
+        rest.load(exchange_.rest());
         Arch::multiply_rows(x, rest, GradientTiles::inverse(tiles) + first_token() * kTrianglePitch);
-        leave_tokens(x, at_ + kUpdatesAt);
+        leave_tokens(x, exchange_.updates());
         negate(x);
         scale(x, token_factors(kBetas, factors));
         if constexpr (!kGatePerKey) scale(x, token_factors(kKeysOfState, factors));
-        leave_tokens(x, at_ + kToStateAt);
-        add_to_state(at_ + kOutputsAt, GradientTiles::queries(tiles));
+        leave_tokens(x, exchange_.to_state());
+        add_to_state(exchange_.outputs(), GradientTiles::queries(tiles));
         cta_barrier();
-        add_to_state(at_ + kToStateAt, GradientTiles::asking(tiles));
+        add_to_state(exchange_.to_state(), GradientTiles::asking(tiles));
     }
 
     FA_DEVICE void leave_outputs(uint32_t tiles) const {
         Tokens outputs;
         read_tokens(outputs, GradientTiles::outputs(tiles));
         if constexpr (!kGatePerKey) scale(outputs, token_factors(kQueriesOfState, GradientTiles::factors(tiles)));
-        leave_tokens(outputs, at_ + kOutputsAt);
+        leave_tokens(outputs, exchange_.outputs());
     }
 
     FA_DEVICE void add_tokens(Tokens& x, uint32_t tile) const {
@@ -216,7 +194,7 @@ private:
                 for (int i = 0; i < kElements; ++i) x[step][n][i] = -x[step][n][i];
     }
 
-    const uint32_t at_ = shared_memory();
+    const GradientExchange exchange_;
 };
 
 }  // namespace fastattention

@@ -90,18 +90,16 @@ class Exchange {
 
 public:
     // As it is before a chunk.
-    FA_DEVICE uint32_t state(int chunk) const {
-        return at_ + kStages * ChunkTiles::kBytes + chunk % kTurns * kExchangedState;
-    }
+    FA_DEVICE uint32_t state(int step) const { return at_ + kStages * ChunkTiles::kBytes + step % kTurns * kExchangedState; }
     // A chunk's updates, scaled to be added to the state.
-    FA_DEVICE uint32_t to_state(int chunk) const {
-        if constexpr (kAskingKeys) return updates(chunk);
-        return at_ + kToState + chunk % kTurns * kExchangedTokens;
+    FA_DEVICE uint32_t to_state(int step) const {
+        if constexpr (kAskingKeys) return updates(step);
+        return at_ + kToState + step % kTurns * kExchangedTokens;
     }
     // The values less what the state before the chunk holds for the keys, times beta.
     FA_DEVICE uint32_t rest() const { return at_ + kRest; }
-    FA_DEVICE uint32_t updates(int chunk) const {
-        if constexpr (kAskingKeys) return ChunkTiles::asking(at_ + chunk % kStages * ChunkTiles::kBytes);
+    FA_DEVICE uint32_t updates(int step) const {
+        if constexpr (kAskingKeys) return ChunkTiles::asking(at_ + step % kStages * ChunkTiles::kBytes);
         return at_ + kUpdates;
     }
 
@@ -113,99 +111,56 @@ class States : Chain {
 public:
     using Chain::Chain;
 
-    FA_DEVICE void run() {
-        if constexpr (!Arch::kAsyncCopy) {
-            find_states_alone();
-        } else if (warp_ < kStateWarps) {
-            find_states();
-        } else {
-            copy();
+    // At the barrier of a step its tiles and the results of other warps have arrived, and no thread uses the previous tiles
+    // any more.
+    FA_DEVICE void consume() {
+        read_state();
+        if constexpr (kValuesAhead) {
+            cta_barrier();
+            leave_values(tiles_of<ChunkTiles>(0), 0);
         }
+        for (int step = 0; step < num_chunks(); ++step) {
+            const uint32_t tiles = tiles_of<ChunkTiles>(step);
+            leave_state(exchange_.state(step));
+            cta_barrier();
+            decay_state(ChunkTiles::factors(tiles));
+            if constexpr (kDeltaRule) find_updates(tiles, step);
+            add_to_state(exchange_.to_state(step), ChunkTiles::keys(tiles));
+            if constexpr (kValuesAhead) leave_values(tiles_of<ChunkTiles>(step + 1), step + 1);
+        }
+        write_final_state();
+    }
+
+    FA_DEVICE void produce() const { copy_chunks<kValuesAhead>(ChunkTiles(p_, sequence_, head_, column_, key_), exchange_); }
+
+    FA_DEVICE void alone() {
+        const uint32_t tiles = tiles_of<ChunkTiles>(0);
+        read_state();
+        for (int step = 0; step < num_chunks(); ++step) {
+            if (step > 0) cta_barrier();
+            // Addresses are computed anew for each chunk: the state leaves few registers to keep them.
+            ChunkTiles copies(p_, sequence_, opaque(head_), opaque(column_), opaque(key_));
+            copies.begin_keys(chunk_at(step), tiles);
+            copies.begin_others(chunk_at(step), tiles);
+            leave_state(exchange_.state(step));
+            cta_barrier();
+            write_state(slot(step), exchange_.state(step));
+            decay_state(ChunkTiles::factors(tiles));
+            if constexpr (kDeltaRule) {
+                find_updates(tiles, step);
+                write_updates(slot(step), exchange_.updates(step));
+            } else {
+                leave_values(tiles, step);
+                cta_barrier();
+            }
+            add_to_state(exchange_.to_state(step), ChunkTiles::keys(tiles));
+        }
+        write_final_state();
     }
 
 private:
-    // Functions count chunks in the order in which the chain takes them. There is none with this index after the last one.
-    FA_DEVICE int chunk_at(int index) const { return !kReversed || index >= num_chunks() ? index : num_chunks() - 1 - index; }
-
-    // find_states and copy pass the same barriers. At a chunk's barrier its tiles and the results of other warps have
-    // arrived, and no thread uses the previous tiles any more.
-    FA_DEVICE void find_states() {
-        read_state();
-        if constexpr (kValuesAhead) {
-            cta_barrier();
-            leave_values(tiles_of(0), 0);
-        }
-        for (int chunk = 0; chunk < num_chunks(); ++chunk) {
-            leave_state(exchange_.state(chunk));
-            cta_barrier();
-            decay_state(ChunkTiles::factors(tiles_of(chunk)));
-            if constexpr (kDeltaRule) find_updates(tiles_of(chunk), chunk);
-            add_to_state(exchange_.to_state(chunk), ChunkTiles::keys(tiles_of(chunk)));
-            if constexpr (kValuesAhead) leave_values(tiles_of(chunk + 1), chunk + 1);
-        }
-        write_final_state();
-    }
-
-    FA_DEVICE void copy() const {
-        ChunkTiles tiles(p_, sequence_, head_, column_, key_);
-#pragma unroll
-        for (int chunk = 0; chunk < kStages - 1; ++chunk) {
-            tiles.begin_keys(chunk_at(chunk), tiles_of(chunk));
-            tiles.begin_others(chunk_at(chunk), tiles_of(chunk));
-            copy_async_commit();
-        }
-        if constexpr (kValuesAhead) {
-            copy_async_wait<kStages - 2>();
-            cta_barrier();
-        }
-        for (int chunk = 0; chunk < num_chunks(); ++chunk) {
-            copy_async_wait<kStages - 2 - kValuesAhead>();
-            cta_barrier();
-            const int next = chunk + kStages - 1;
-            // Copies start in two bursts, so that other warps' reads of shared memory wait less.
-            tiles.begin_keys(chunk_at(next), tiles_of(next));
-            if constexpr (kDeltaRule) cta_barrier();
-            tiles.begin_others(chunk_at(next), tiles_of(next));
-            copy_async_commit();
-            write_state(slot(chunk_at(chunk)), exchange_.state(chunk));
-            if constexpr (kDeltaRule) {
-                cta_barrier();
-                write_updates(slot(chunk_at(chunk)), exchange_.updates(chunk));
-            }
-        }
-        copy_async_wait<0>();
-    }
-
-    // Does the work of both where there are no producer warps.
-    FA_DEVICE void find_states_alone() {
-        const uint32_t tiles = tiles_of(0);
-        read_state();
-        for (int chunk = 0; chunk < num_chunks(); ++chunk) {
-            if (chunk > 0) cta_barrier();
-            // Addresses are computed anew for each chunk: the state leaves few registers to keep them.
-            ChunkTiles copies(p_, sequence_, opaque(head_), opaque(column_), opaque(key_));
-            copies.begin_keys(chunk_at(chunk), tiles);
-            copies.begin_others(chunk_at(chunk), tiles);
-            leave_state(exchange_.state(chunk));
-            cta_barrier();
-            write_state(slot(chunk_at(chunk)), exchange_.state(chunk));
-            decay_state(ChunkTiles::factors(tiles));
-            if constexpr (kDeltaRule) {
-                find_updates(tiles, chunk);
-                write_updates(slot(chunk_at(chunk)), exchange_.updates(chunk));
-            } else {
-                leave_values(tiles, chunk);
-                cta_barrier();
-            }
-            add_to_state(exchange_.to_state(chunk), ChunkTiles::keys(tiles));
-        }
-        write_final_state();
-    }
-
-    static FA_DEVICE uint32_t tiles_of(int chunk) { return shared_memory() + chunk % kStages * ChunkTiles::kBytes; }
-
     // Computes the updates of the delta rule from the state in shared memory. After the last barrier they are there too.
-    FA_DEVICE void find_updates(uint32_t tiles, int chunk) const {
+    FA_DEVICE void find_updates(uint32_t tiles, int step) const {
         const uint32_t factors = ChunkTiles::factors(tiles);
         Tokens values, x = {};
         read_tokens(values, ChunkTiles::values(tiles));
@@ -229,21 +184,21 @@ private:
         TokenRows rest;
         rest.load(exchange_.rest());
         Arch::multiply_rows(x, rest, ChunkTiles::inverse(tiles) + first_token() * kTrianglePitch);
-        leave_tokens(x, exchange_.updates(chunk));
+        leave_tokens(x, exchange_.updates(step));
         if constexpr (!kAskingKeys) {
             scale(x, token_factors(kKeysToState, factors));
-            leave_tokens(x, exchange_.to_state(chunk));
+            leave_tokens(x, exchange_.to_state(step));
         }
         cta_barrier();
     }
 
     // Without the delta rule, the warp's values are the updates.
-    FA_DEVICE void leave_values(uint32_t tiles, int chunk) const {
+    FA_DEVICE void leave_values(uint32_t tiles, int step) const {
         Tokens x;
         read_tokens(x, ChunkTiles::values(tiles));
         if constexpr (!kGatePerKey)
             scale(x, token_factors(kReversed ? kQueriesOfState : kKeysToState, ChunkTiles::factors(tiles)));
-        leave_tokens(x, exchange_.to_state(chunk));
+        leave_tokens(x, exchange_.to_state(step));
     }
 
     const Exchange exchange_;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -146,15 +146,26 @@ def expected_gradients(problem: LinearProblem, inputs: LinearInputs) -> Expected
 
 
 def linear_gradients(compute: Callable[[LinearInputs], LinearOutput], inputs: LinearInputs) -> Results:
-    """The gradient of every tensor with one, for random gradients of results."""
-    tensors = {name: x for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()}
-    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    """The gradient of every tensor with one, for `random_gradients` of results."""
+    leaves = leaves_of(inputs)
     results = [x for x in compute(inputs._replace(**leaves)) if x is not None and x.requires_grad]
-    generator = torch.Generator("cpu").manual_seed(0)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu") for x in results]
-    given = [weight.to(x.device, inputs.q.dtype).to(x.dtype) for weight, x in zip(weights, results, strict=True)]
+    weights = random_gradients([x.shape for x in results], inputs.q.dtype)
+    given = [weight.to(x.device, x.dtype) for weight, x in zip(weights, results, strict=True)]
     found = torch.autograd.grad(results, list(leaves.values()), given, allow_unused=True, materialize_grads=True)
     return {f"gradient of {name}": grad for name, grad in zip(leaves, found, strict=True)}
+
+
+def leaves_of(inputs: LinearInputs) -> dict[str, Tensor]:
+    """All tensors that hold floats, which require a gradient."""
+    floats = {name: x for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()}
+    return {name: x.detach().requires_grad_() for name, x in floats.items()}
+
+
+def random_gradients(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of results of these shapes: the same in every call, and on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    floats = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+    return [x.to(dtype) for x in floats]
 
 
 def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:

@@ -5,7 +5,8 @@ int8 has no NaN: there it is -128, and the NaN in its scale shows the read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,16 @@ def guarded(tensor: Tensor, offset: int = 0) -> Tensor:
     spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     buffer = tensor.new_full((max(spanned, 0) + 2 * GUARD + offset,), nothing(tensor.dtype))
     return buffer.as_strided(tensor.shape, tensor.stride(), GUARD + offset).copy_(tensor)
+
+
+@contextmanager
+def nan_in_fresh_memory() -> Iterator[None]:
+    """Torch fills what it allocates with NaN, as it does in deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def nothing(dtype: torch.dtype) -> float:

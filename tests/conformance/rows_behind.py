@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -11,15 +9,7 @@ import torch
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, lengths, prepare_varlen
-
-
-@contextmanager
-def _nan_in_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+from fastattention.testing.memory import nan_in_fresh_memory
 
 
 def check_rows_behind(backend: AttentionBackend, dtype: torch.dtype, longest: int) -> None:
@@ -35,7 +25,7 @@ def check_rows_behind(backend: AttentionBackend, dtype: torch.dtype, longest: in
             q, k, v, cu_seqlens_q, cu_seqlens_k, longest, 69, Options(causal=True, window_right=0, return_lse=True)
         )
     assert backend.why_not(problem) is None
-    with _nan_in_fresh_memory():
+    with nan_in_fresh_memory():
         out, lse, _ = backend.forward(problem, inputs)
     assert lse is not None
     assert out.shape == problem.out_shape

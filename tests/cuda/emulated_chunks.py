@@ -18,6 +18,7 @@ from fastattention.backends.cuda.linear.params import ChunkParams, GradientParam
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearGradients, LinearInputs, LinearOutput, LinearProblem
+from fastattention.testing.memory import nan_in_fresh_memory
 
 LIMITS = {backend.name: backend.limits for backend in emulator.EMULATED}
 
@@ -31,17 +32,26 @@ class EmulatedChunks:
 
     def run(self, problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
         self.reports.clear()
-        return ChunkedCall(problem, self.limits.arch, self.limits, self._launcher)(inputs)
+        with nan_in_fresh_memory():
+            return ChunkedCall(problem, self.limits.arch, self.limits, self._launcher)(inputs)
 
     def gradients(self, problem: LinearProblem, inputs: LinearInputs, grads: LinearGradients) -> Mapping[str, Tensor]:
-        """Of the tensors in problem.grads."""
+        """Gradients of the tensors in problem.grads."""
         self.reports.clear()
         kernels = choose_gradient_kernels(problem, self.limits.arch, self.limits)
         assert kernels is not None, "no kernels fit the chip"
-        return ChunkedGradients(problem, self.limits.arch, kernels, self._launcher)(inputs, grads)
+        with nan_in_fresh_memory():
+            return ChunkedGradients(problem, self.limits.arch, kernels, self._launcher)(inputs, grads)
 
     def _launcher(self, launch: KernelLaunch) -> Callable[[Params], None]:
         return lambda params: self.reports.append(emulator.launch(launch, params, ranges_of(launch, params)))
+
+
+def sliced(tensor: Tensor) -> Tensor:
+    """The same values at odd addresses, in rows of an odd length."""
+    wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
+    wide[..., 1:-2] = tensor
+    return wide[..., 1:-2]
 
 
 def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:

@@ -54,7 +54,7 @@ def test_chunked_kernels_spill_nothing(chip: str, headdim: int, rule: str) -> No
     "chip", ["H100", *(pytest.param(chip, marks=deep) for chip in ("P100", "V100", "T4", "RTX 3090", "A100"))]
 )
 def test_kernels_of_gradients_spill_little(chip: str, headdim: int, rule: str) -> None:
-    """Those of tokens fill all registers: some spill up to 600 bytes for a chunk of a head."""
+    """Kernels of tokens fill all registers: some spill up to 600 bytes for a chunk of a head."""
     limits = CHIPS[chip]
     if (reason := compiler.why_not_target(limits.target)) is not None:
         pytest.skip(reason)

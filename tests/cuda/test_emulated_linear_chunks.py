@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import emulator
 import pytest
 import torch
-from emulated_chunks import LIMITS, EmulatedChunks
+from emulated_chunks import LIMITS, EmulatedChunks, sliced
 from emulator import Report, Wavefronts
 from linear.cases import CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
-from torch import Tensor
 
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
 from fastattention.errors import ArgumentError
@@ -24,13 +22,6 @@ from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase
 
 RULES = ("delta", "head", "key", "kda")
-
-
-@pytest.fixture(autouse=True)
-def new_memory_holds_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,13 +36,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_chunks_are_as_exact_as_the_recurrence(case: LinearCase, chip: str, dtype: torch.dtype) -> None:
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))
     check(problem, inputs, EmulatedChunks(LIMITS[chip]).run(problem, inputs))
-
-
-def sliced(tensor: Tensor) -> Tensor:
-    """The same values at odd addresses, in rows of an odd length."""
-    wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
-    wide[..., 1:-2] = tensor
-    return wide[..., 1:-2]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import emulator
 import pytest
 import torch
 from conformance.check import assert_small_errors
-from emulated_chunks import LIMITS, EmulatedChunks
+from emulated_chunks import LIMITS, EmulatedChunks, sliced
 from emulated_linear import guarded_inputs
 from linear.cases import CASES
+from linear.check import as_in_float16
 from tiers import covering_paths, tier_of
 from torch import Tensor
 
@@ -20,18 +21,11 @@ from fastattention.backends.cuda.linear.chunk_heuristics import choose_gradient_
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.linear.problem import LinearGradients, LinearInputs, LinearProblem
 from fastattention.linear.validation import prepare
-from fastattention.testing.linear import LinearCase, expected_gradients
+from fastattention.testing.linear import LinearCase, expected_gradients, leaves_of, random_gradients
 
 RULES = ("delta", "head", "key", "kda", "ssd")
 # The length of a key with one element is that element, and what is across the key is 0 but for rounding.
 CHECKED = {name: case for name, case in CASES.items() if name != "kda-headdim-1"}
-
-
-@pytest.fixture(autouse=True)
-def new_memory_holds_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -58,24 +52,15 @@ def _path_of(case: LinearCase) -> str:
 
 def differentiated(given: LinearInputs, case: LinearCase) -> tuple[LinearProblem, LinearInputs]:
     """The call, with gradients of all tensors that hold floats."""
-    leaves = {
-        name: x.detach().requires_grad_()
-        for name, x in given._asdict().items()
-        if x is not None and x.is_floating_point()
-    }
-    problem, inputs = prepare(given._replace(**leaves), case.options(chunked=True))
+    problem, inputs = prepare(given._replace(**leaves_of(given)), case.options(chunked=True))
     return problem, LinearInputs(*(None if x is None else x.detach() for x in inputs))
 
 
 def weights(problem: LinearProblem) -> LinearGradients:
     """The gradients of results that `expected_gradients` takes."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def normal(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(problem.dtype)
-
-    out = normal(problem.out_shape)
-    return LinearGradients(out, normal(problem.state_shape).float() if problem.returns_state else None)
+    shapes = [problem.out_shape, problem.state_shape][: 1 + problem.returns_state]
+    out, *states = random_gradients(shapes, problem.dtype)
+    return LinearGradients(out, states[0].float() if states else None)
 
 
 def gradients(given: LinearInputs, case: LinearCase, chip: str = "cuda-sm80") -> Mapping[str, Tensor]:
@@ -92,21 +77,13 @@ def check(given: LinearInputs, case: LinearCase, chip: str = "cuda-sm80") -> Non
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
         assert gradient.is_contiguous()
     wanted = expected_gradients(problem, inputs)
-    if LIMITS[chip].arch < 80:  # operands are float16, in units of the largest gradient of results
-        smallest = torch.finfo(torch.float16).smallest_normal
-        wanted = wanted._replace(floors={name: floor + smallest for name, floor in wanted.floors.items()})
+    if LIMITS[chip].arch < 80:
+        wanted = as_in_float16(wanted)
     assert_small_errors(wanted, {f"gradient of {name}": x for name, x in found.items()})
 
 
 def test_gradients_are_as_exact_as_those_of_torch(case: LinearCase, chip: str, dtype: torch.dtype) -> None:
     check(case.tensors(dtype), case, chip)
-
-
-def sliced(tensor: Tensor) -> Tensor:
-    """The same values at odd addresses, in rows of an odd length."""
-    wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
-    wide[..., 1:-2] = tensor
-    return wide[..., 1:-2]
 
 
 @pytest.mark.parametrize("rule", ["delta", "key"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conformance.check import assert_small_errors
 from linear.cases import CASES
-from linear.check import check
+from linear.check import as_in_float16, check
 from torch import Tensor
 
 from fastattention import UnsupportedError
@@ -19,6 +19,7 @@ from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import prepare
 from fastattention.testing.linear import LinearCase, expected_gradients, linear_gradients, run_rule
+from fastattention.testing.memory import nan_in_fresh_memory
 
 if LINEAR_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -46,11 +47,8 @@ def test_results_are_right_and_repeat(
     if (reason := backend.why_not(problem)) is not None:
         pytest.skip(reason)
     call = backend.make_call(problem, inputs)
-    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
-    try:
+    with nan_in_fresh_memory():
         result, again = call(inputs), call(inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(x is y is None or torch.equal(x, y) for x, y in zip(result, again, strict=True))
     on_cpu = case.tensors(dtype), case.options(chunked)
     check(*prepare(*on_cpu), LinearOutput(*moved(result, "cpu")))
@@ -117,16 +115,12 @@ def test_gradients_are_right_and_repeat(
     def call(inputs: LinearInputs) -> LinearOutput:
         return LinearOutput(*LINEAR_ATTENTION(inputs, options, "cuda"))
 
-    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
-    try:
+    with nan_in_fresh_memory():
         found, again = linear_gradients(call, given), linear_gradients(call, given)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(found[one], again[one]) for one in found)
     wanted = expected_gradients(*prepare(case.tensors(dtype), options))
-    if arch < 80:  # operands are float16, in units of the largest gradient of results
-        smallest = torch.finfo(torch.float16).smallest_normal
-        wanted = wanted._replace(floors={one: floor + smallest for one, floor in wanted.floors.items()})
+    if arch < 80:
+        wanted = as_in_float16(wanted)
     assert_small_errors(wanted, {one: x.cpu() for one, x in found.items()})
 
 

@@ -15,6 +15,7 @@ from fastattention.testing.linear import (
     linear_gradients,
     linear_results,
 )
+from fastattention.testing.oracle import Expected
 
 
 def check(problem: LinearProblem, inputs: LinearInputs, result: LinearOutput) -> None:
@@ -35,3 +36,9 @@ def check_gradients(case: LinearCase, dtype: torch.dtype, chunked: bool, backend
         x.dtype for x in given if x is not None and x.is_floating_point()
     ]
     assert_small_errors(expected_gradients(problem, inputs), found)
+
+
+def as_in_float16(wanted: Expected) -> Expected:
+    """The same where operands are float16, in units of the largest gradient of results: smaller ones may be lost."""
+    smallest = torch.finfo(torch.float16).smallest_normal
+    return wanted._replace(floors={name: floor + smallest for name, floor in wanted.floors.items()})

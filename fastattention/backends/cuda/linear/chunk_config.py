@@ -271,6 +271,8 @@ class KeyGradientsConfig(TokenProductsConfig):
 
     source: ClassVar[str] = "key_gradients.cuh"
 
+    gate_format: int  # of DTYPE_CODES
+
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, which the kernel asserts."""

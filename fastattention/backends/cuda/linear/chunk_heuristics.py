@@ -89,7 +89,7 @@ def choose_gradient_kernels(problem: LinearProblem, arch: int, limits: Limits) -
             for states in _fitting(_states(problem, limits, common), limits)
             for chain in _fitting(_gradient_chains(problem, limits, common), limits)
             for updates in _fitting((OutputsConfig(*common, columns, True) for columns in _OUT_COLUMNS), limits)
-            for tokens in _fitting(_token_gradients(common, problem.gate_per_key), limits)
+            for tokens in _fitting(_token_gradients(problem, common), limits)
         ),
         None,
     )
@@ -146,12 +146,12 @@ def _gradient_chains(
         yield StateGradientsConfig(*common, *chain) if problem.delta_rule else StatesConfig(*common, *chain, True)
 
 
-def _token_gradients(common: _Common, gate_per_key: bool) -> Iterator[TokenGradientsConfig | KeyGradientsConfig]:
+def _token_gradients(problem: LinearProblem, common: _Common) -> Iterator[TokenGradientsConfig | KeyGradientsConfig]:
     for rows_early, (columns, num_stages) in itertools.product((True, False), _SLICES):
         if num_stages > 1 and common.arch < 80:
             continue
-        if gate_per_key:
-            yield KeyGradientsConfig(*common, columns, num_stages)
+        if problem.gate_per_key:
+            yield KeyGradientsConfig(*common, columns, num_stages, DTYPE_CODES[problem.gate_dtype])
         else:
             yield TokenGradientsConfig(*common, columns, num_stages, rows_early)
 

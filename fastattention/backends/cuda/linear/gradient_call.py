@@ -19,13 +19,30 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
 from fastattention.backends.cuda.linear.chunk_call import chunk_template, num_ctas, num_slots, padded, scratch_sizes
-from fastattention.backends.cuda.linear.chunk_config import ChunkVariant
 from fastattention.backends.cuda.linear.chunk_heuristics import GradientKernels, operand_dtype
 from fastattention.backends.cuda.linear.params import ChunkParams, GradientParams
+from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearGradients, LinearInputs, LinearProblem
 
 Launcher = Callable[[KernelLaunch], Callable[[Params], None]]
+
+_make_params = ChunkParams.maker(*ChunkParams.pointer_names)
+_NO_ADDRESSES = dict.fromkeys(ChunkParams.pointer_names, 0)
+
+
+class _Launches(NamedTuple):
+    """Functions that enqueue the kernels of GradientKernels."""
+
+    prepare: Callable[[Params], None]
+    states: Callable[[Params], None]
+    chain: Callable[[Params], None]
+    updates: Callable[[Params], None]
+    tokens: Callable[[Params], None]
+
+
+def _launch_none(params: Params) -> None:
+    """For a kernel without a CTA."""
 
 
 class ChunkedGradients:
@@ -33,9 +50,16 @@ class ChunkedGradients:
 
     def __init__(self, problem: LinearProblem, arch: int, kernels: GradientKernels, launcher: Launcher) -> None:
         """launcher: gives a function that enqueues a kernel."""
-        self._problem, self._dtype, self._launcher = problem, operand_dtype(problem.dtype, arch), launcher
-        self._kernels = kernels
+        self._problem, self._dtype = problem, operand_dtype(problem.dtype, arch)
+        grids = [(config, num_ctas(problem, config)) for config in kernels]
+        self._launch = _Launches(*(launcher(KernelLaunch(config, 0, n)) if n else _launch_none for config, n in grids))
         self._num_slots = num_slots(problem, kernels.prepare.chunk)
+        sizes = scratch_sizes(problem, kernels.prepare)
+        sizes["turned_inverse"] = sizes["inverse"]
+        sizes["state_gradients"], sizes["update_gradients"] = sizes["states"], sizes["updates"]
+        *offsets, self._scratch_bytes = itertools.accumulate(sizes.values(), initial=0)
+        self._offsets = dict(zip(sizes, offsets, strict=True))
+        self._templates: BoundedDict[object, bytes] = BoundedDict()  # ChunkParams without addresses, by strides
 
     def __call__(self, inputs: LinearInputs, grads: LinearGradients) -> Mapping[str, Tensor]:
         """The gradient of every tensor in `problem.grads`, by its name."""
@@ -94,69 +118,42 @@ class ChunkedGradients:
     def _launch_all(
         self, inputs: LinearInputs, dout: Tensor, dfinal_state: Tensor | None, found: Mapping[str, Tensor]
     ) -> None:
-        kernels, delta_rule = self._kernels, self._problem.delta_rule
-        memory = self._memory(inputs, dout)
+        scratch = inputs.q.new_empty(self._scratch_bytes, dtype=torch.uint8)
+        first, dout_at, dfinal_at = pointers(scratch, dout, dfinal_state)
+        given = _NO_ADDRESSES | dict(zip(LinearInputs._fields, pointers(*inputs), strict=True)) | {"dout": dout_at}
+        given |= {name: first + offset for name, offset in self._offsets.items()}
+        dstates, dupdates = given.pop("state_gradients"), given.pop("update_gradients")
         results = dict(zip(found, pointers(*found.values()), strict=True))
-        call = memory.params(inputs)
-        self._launch(kernels.prepare, call)
-        self._launch(kernels.states, call)
-        (dfinal_at,) = pointers(dfinal_state)
-        dstates = {
-            "states": memory.state_gradients,
-            "initial_state": dfinal_at,
-            "final_state": results.get("initial_state", 0),
-        }
-        if delta_rule:
-            dupdates = torch.empty_like(dout)
-            (dupdates_at,) = pointers(dupdates)
-            self._launch(kernels.updates, memory.params(inputs._replace(v=dout), v=memory.dout, out=dupdates_at))
-            tensors = inputs._replace(v=dupdates, initial_state=dfinal_state)
-            dstates["updates"] = memory.update_gradients
-            self._launch(kernels.chain, memory.params(tensors, v=dupdates_at, **dstates))
+        call = self._params(inputs, given)
+        self._launch.prepare(call)
+        self._launch.states(call)
+        chain = given | {
+            "states": dstates, "initial_state": dfinal_at, "final_state": results.get("initial_state", 0),
+        }  # fmt: skip
+        if self._problem.delta_rule:
+            of_outputs = torch.empty_like(dout)
+            (to,) = pointers(of_outputs)
+            self._launch.updates(self._params(inputs._replace(v=dout), given | {"v": dout_at, "out": to}))
+            tensors = inputs._replace(v=of_outputs, initial_state=dfinal_state)
+            self._launch.chain(self._params(tensors, chain | {"v": to, "updates": dupdates}))
         else:  # queries and keys change places
             tensors = inputs._replace(q=inputs.k, k=inputs.q, v=dout, initial_state=dfinal_state)
-            given = memory.addresses
-            dstates |= {"q": given["k"], "k": given["q"], "v": memory.dout}
-            dstates |= {"q_scaled": given["k_scaled"], "k_scaled": given["q_scaled"]}
-            self._launch(kernels.chain, memory.params(tensors, **dstates))
-            self._launch(kernels.updates, memory.params(tensors, **dstates, out=results["v"]))
+            chain |= {"q": given["k"], "k": given["q"], "v": dout_at}
+            chain |= {"q_scaled": given["k_scaled"], "k_scaled": given["q_scaled"]}
+            self._launch.chain(self._params(tensors, chain))
+            self._launch.updates(self._params(tensors, chain | {"out": results["v"]}))
         template = GradientParams.template(call=bytes(call), sums_heads=self._sums_heads)
         rows = {f"d{name}": address for name, address in results.items() if name != "initial_state"}
-        scratch = {"state_gradients": memory.state_gradients, "update_gradients": memory.update_gradients}
-        self._launch(kernels.tokens, GradientParams.make(template, **scratch, **rows))
+        params = GradientParams.make(template, state_gradients=dstates, update_gradients=dupdates, **rows)
+        self._launch.tokens(params)
 
-    def _memory(self, inputs: LinearInputs, dout: Tensor) -> _Memory:
-        sizes = scratch_sizes(self._problem, self._kernels.prepare)
-        sizes["turned_inverse"] = sizes["inverse"]
-        sizes["state_gradients"], sizes["update_gradients"] = sizes["states"], sizes["updates"]
-        *offsets, total = itertools.accumulate(sizes.values(), initial=0)
-        scratch = inputs.q.new_empty(total, dtype=torch.uint8)
-        first, dout_at = pointers(scratch, dout)
-        addresses = {name: first + offset for name, offset in zip(sizes, offsets, strict=True)}
-        dstates, dupdates = addresses.pop("state_gradients"), addresses.pop("update_gradients")
-        addresses |= dict(zip(LinearInputs._fields, pointers(*inputs), strict=True))
-        return _Memory(self._problem, self._num_slots, scratch, addresses, dout_at, dstates, dupdates)
-
-    def _launch(self, config: ChunkVariant, params: Params) -> None:
-        if count := num_ctas(self._problem, config):
-            self._launcher(KernelLaunch(config, 0, count))(params)
-
-
-class _Memory(NamedTuple):
-    """Addresses of one call."""
-
-    problem: LinearProblem
-    num_slots: int
-    scratch: Tensor  # kept until kernels are launched
-    addresses: dict[str, int]  # of tensors and scratch, by the fields of ChunkParams
-    dout: int
-    state_gradients: int
-    update_gradients: int
-
-    def params(self, tensors: LinearInputs, **addresses: int) -> Params:
-        """The arguments of a kernel. tensors: what has the strides; addresses: those that differ."""
-        template = chunk_template(self.problem, self.num_slots, tensors)
-        return ChunkParams.make(template, **{**self.addresses, "dout": self.dout, **addresses})
+    def _params(self, tensors: LinearInputs, addresses: Mapping[str, int]) -> Params:
+        """The arguments of a kernel. tensors: what has the strides; addresses: by the pointers of ChunkParams."""
+        strides = tuple([None if x is None else x.stride() for x in tensors])
+        template = self._templates.get(strides)
+        if template is None:
+            template = self._templates[strides] = chunk_template(self._problem, self._num_slots, tensors)
+        return _make_params(template, *addresses.values())
 
 
 def _unit_of(grads: LinearGradients) -> Tensor | None:

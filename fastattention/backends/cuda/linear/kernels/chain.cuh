@@ -151,28 +151,36 @@ protected:
         }
     }
 
-    // Writes updates that warps have left in shared memory to scratch, a row for each token. A thread has two tokens and
-    // eight columns, and its neighbour the next eight, so that they write whole sectors.
+    // Writes updates that warps have left in shared memory to scratch (chunk_tiles.cuh). A warp writes eight columns of 32
+    // tokens at once, contiguously.
     FA_DEVICE void write_updates(int64_t slot, uint32_t from) const {
-        constexpr int kPieces = kColumns / 8, kAll = kPieces * (kChunk / 2);
-        uint16_t* const to = p_.updates + slot * kChunk * p_.columns_v + column_;
+        constexpr int kParts = kChunk / 32, kAll = kColumns / 8 * kParts, kWarpsOfTeam = CopyTeam::kThreads / 32;
+        uint16_t* const to = p_.updates + updates_at(p_, slot, column_);
 #pragma unroll
-        for (int i = 0; i < kAll; i += CopyTeam::kThreads) {
-            const int piece = i + CopyTeam::index(), pair = piece / 2 % (kChunk / 2);
-            const int column = (piece / kChunk * 2 + piece % 2) * 8;
-            if ((kAll % CopyTeam::kThreads != 0 && piece >= kAll) || column_ + column >= p_.columns_v) continue;
-            uint32_t tokens[8];
+        for (int i = 0; i < kAll; i += kWarpsOfTeam) {
+            const int part = i + CopyTeam::index() / 32, column = part / kParts * 8, first = part % kParts * 8;
+            if ((kAll % kWarpsOfTeam != 0 && part >= kAll) || column_ + column >= p_.columns_v) continue;
+            const int lane = lane_index(), token = first + lane % 4 * (8 * kParts) + lane / 4;
+            store_global_128(to + column * kChunk + token * 8, read_columns(from + column * kTokenPitch, first, token));
+        }
+    }
+
+    // Reads eight columns of v, which are rows, of one token. first: the warp's; every second eight tokens are in other banks.
+    static FA_DEVICE Words4 read_columns(uint32_t from, int first, int token) {
+        Words4 words;
+        if constexpr (Arch::kAsyncCopy) {  // a matrix has two columns of all tokens
+            const int lane = lane_index();
+            load_matrices_transposed(
+                words.word, from + (lane / 8 * 2 + lane % 2) * kTokenPitch + (first + lane % 8 / 2 * (kChunk / 4)) * 2);
+        } else {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) tokens[j] = load_shared_32(from + (column + j) * kTokenPitch + pair * 4);
-#pragma unroll
-            for (int token = 0; token < 2; ++token) {
-                Words4 words;
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    words.word[j] = permute_bytes(tokens[2 * j], tokens[2 * j + 1], token == 0 ? 0x5410 : 0x7632);
-                store_global_128(to + (2 * pair + token) * p_.columns_v + column, words);
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t at = from + 2 * i * kTokenPitch + token / 2 * 4;
+                words.word[i] =
+                    permute_bytes(load_shared_32(at), load_shared_32(at + kTokenPitch), token % 2 ? 0x7632 : 0x5410);
             }
         }
+        return words;
     }
 
     // What producer warps do, at the same barriers as the others: they copy tiles, and write the states and updates that are

@@ -13,7 +13,7 @@ namespace fastattention {
 //     q_scaled, k_scaled  (chunk, columns of a tile)    with a gate for every key dimension; with the delta rule,
 //                                                       k_scaled has as many asking keys after these
 //     states    (columns of v, columns of a tile)   before the chunk
-//     updates   (chunk, columns of v)               with the delta rule
+//     updates   (columns of v / 8, chunk, 8)        with the delta rule
 struct ChunkParams {
     const uint16_t* q;  // rows of q, k, v and out are aligned to 16 bytes
     const uint16_t* k;

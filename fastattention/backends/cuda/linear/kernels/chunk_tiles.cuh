@@ -64,6 +64,24 @@ FA_DEVICE void copy_triangle_transposed(const uint16_t* from, uint32_t to) {
     }
 }
 
+// Where the updates of a slot are in scratch, from a column of v on. Eight columns of all tokens of the chunk are contiguous,
+// then come the next eight: so a warp of chain.cuh, which has few columns, writes whole lines.
+FA_DEVICE int64_t updates_at(const ChunkParams& p, int64_t slot, int column) {
+    return (slot * p.columns_v + column) * kChunk;
+}
+
+// Copies kWidth columns of them, a row for each token; zeros beyond `columns`.
+template <class Team, int kWidth>
+FA_DEVICE void copy_updates(const uint16_t* from, int columns, uint32_t to) {
+    constexpr int kPieces = kChunk * kWidth / 8;
+    static_assert(kPieces % Team::kThreads == 0, "all threads copy");
+#pragma unroll
+    for (int i = 0; i < kPieces; i += Team::kThreads) {
+        const int piece = i + Team::index(), token = piece % kChunk, column = piece / kChunk * 8;
+        copy_128(to + token * pitch_of<2>(kWidth) + column * 2, from + column * kChunk + token * 8, column < columns);
+    }
+}
+
 template <class Copy>
 FA_DEVICE void copy_tile(Copy copy, int first_row, uint32_t to) {
     copy.begin(first_row, to);

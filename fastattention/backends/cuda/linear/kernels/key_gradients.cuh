@@ -239,13 +239,14 @@ private:
 
     // Gradients of queries, and of keys as they ask the state, before beta.
     FA_DEVICE void find_rows(Lane& paths) const {
-        const Lane gates = read_gates(), keys = read_normalized(kKeys);
+        const Lane gates = read_gates(), keys = read_normalized(kKeys), queries = read_normalized(kQueries);
 #pragma unroll
         for (int i = 0; i < kPart; ++i) {
             const float sum = sum_before(false, kSums, i, keys, gates);
-            paths.x[i] = normalized(kQueries, first_ + i) * sum;
+            paths.x[i] = queries.x[i] * sum;
             store_number(element(kSums, i), sum + load_number(own(false, false, first_ + i, i)) * keys.x[i]);
         }
+        if (call_.normalizes) leave_along(queries, kSums, kAlongQuery);
         if constexpr (kDeltaRule)
 #pragma unroll
             for (int i = 0; i < kPart; ++i) {
@@ -253,8 +254,7 @@ private:
                 paths.x[i] -= planes_.load(kBetaPlane, first_ + i) * keys.x[i] * asked;
                 store_number(element(kAsked, i), asked);
             }
-        if (call_.normalizes) leave_along(kQueries, kSums, kAlongQuery);
-        if constexpr (kDeltaRule) leave_along(kKeys, kAsked, kAskedPlane);
+        if constexpr (kDeltaRule) leave_along(keys, kAsked, kAskedPlane);
     }
 
     // What earlier tokens of the part give, and the state with those before the part, times the gates in between.
@@ -271,10 +271,10 @@ private:
     }
 
     // Leaves the products of rows with what is in a buffer.
-    FA_DEVICE void leave_along(Kind kind, Buffer buffer, int plane) const {
+    FA_DEVICE void leave_along(const Lane& rows, Buffer buffer, int plane) const {
         Lane along;
 #pragma unroll
-        for (int i = 0; i < kPart; ++i) along.x[i] = normalized(kind, first_ + i) * load_number(element(buffer, i));
+        for (int i = 0; i < kPart; ++i) along.x[i] = rows.x[i] * load_number(element(buffer, i));
         leave_sums(plane, along);
     }
 
@@ -308,7 +308,7 @@ private:
             store_number(element(kEnds, j), keys.x[j] * to_next);
             store_number(element(kSums, j), sum);
         }
-        if (call_.normalizes) leave_along(kKeys, kSums, kAlongKey);
+        if (call_.normalizes) leave_along(keys, kSums, kAlongKey);
         add_up(paths);
     }
 
@@ -328,21 +328,37 @@ private:
 
     // Writes gradients of queries or keys; of rows that were normalized, only what is across them.
     FA_DEVICE void write(Kind kind, void* to) const {
-        for (int i = 0; i < kPart; ++i) {
-            const int token = first_ + i;
-            if (token >= num_tokens() || key_ >= call_.columns_k) return;
-            float x = load_number(element(kSums, i));
-            if (call_.normalizes) {
-                const float along = planes_.sum(kind == kKeys ? kAlongKey : kAlongQuery, kColumnParts, token);
-                x = (x - along * normalized(kind, token)) * planes_.load(kKeyLength + kind, token);
-            }
-            const int64_t to_row = (first_token() + token) * call_.nheads + head_;
-            if (p_.sums_heads) {
-                static_cast<float*>(to)[to_row * call_.columns_k + key_] = x;
-            } else {
-                static_cast<uint16_t*>(to)[to_row * call_.columns_k + key_] = static_cast<uint16_t>(Operand::pack(x, 0.0f));
-            }
+        Lane gradients;
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) gradients.x[i] = load_number(element(kSums, i));
+        if (call_.normalizes) remove_along(gradients, kind);
+        if (p_.sums_heads) {
+            write_rows(static_cast<float*>(to), call_.columns_k, [&](int i) { return gradients.x[i]; });
+        } else {
+            write_rows(static_cast<uint16_t*>(to), call_.columns_k,
+                       [&](int i) { return static_cast<uint16_t>(Operand::pack(gradients.x[i], 0.0f)); });
         }
+    }
+
+    // Writes value(i) for token i of the part into contiguous rows.
+    template <class Word, class Value>
+    FA_DEVICE void write_rows(Word* to, int columns, Value value) const {
+        const int64_t stride = static_cast<int64_t>(call_.nheads) * columns;
+        to += ((first_token() + first_) * call_.nheads + head_) * columns + key_;
+#pragma unroll
+        for (int i = 0; i < kPart; ++i, to += stride)
+            if (has(i, columns)) *to = value(i);
+    }
+
+    FA_DEVICE void remove_along(Lane& gradients, Kind kind) const {
+        const Lane rows = read_normalized(kind), lengths = read_plane(kKeyLength + kind);
+        for (int part = 0; part < kColumnParts; ++part) {
+            const Lane along = read_plane((kind == kKeys ? kAlongKey : kAlongQuery) + part);
+#pragma unroll
+            for (int i = 0; i < kPart; ++i) gradients.x[i] -= along.x[i] * rows.x[i];
+        }
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) gradients.x[i] *= lengths.x[i];
     }
 
     FA_DEVICE void write_gates(const Lane& paths) const {
@@ -350,11 +366,7 @@ private:
         for (int part = 0; part < kParts; ++part) others *= load_number(part_gates(part, key_));
         for (int part = kParts - 1; part > first_ / kPart; --part) others += load_number(part_sum(false, part, key_));
         for (int part = 0; part < first_ / kPart; ++part) others += load_number(part_sum(true, part, key_));
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) {
-            if (first_ + i >= num_tokens() || key_ >= call_.headdim_k) continue;
-            p_.dg[((first_token() + first_ + i) * call_.nheads + head_) * call_.headdim_k + key_] = paths.x[i] + others;
-        }
+        write_rows(p_.dg, call_.headdim_k, [&](int i) { return paths.x[i] + others; });
     }
 
     FA_DEVICE void write_betas() const {

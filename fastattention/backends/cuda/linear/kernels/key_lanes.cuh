@@ -31,6 +31,8 @@ protected:
         : TokenProducts(p, sequence, chunk, head),
           first_(row_ + lane_index() / kPartColumns * kPart),
           key_(first_column() + lane_index() % kPartColumns),
+          count_(num_tokens() - first_),
+          key_head_(head / p.call.group_size),
           planes_(at_ + planes_at) {}
 
     // The lane's key dimension of the tokens of its part.
@@ -38,45 +40,61 @@ protected:
         float x[kPart];
     };
 
-    // The lane's key dimension of a query or key, as it is in memory.
-    FA_DEVICE float given(Kind kind, int token) const {
+    // A number of each token of the part.
+    FA_DEVICE Lane read_plane(int plane) const {
+        Lane lane;
+#pragma unroll
+        for (int i = 0; i < kPart; i += 4) load_numbers(planes_.at(plane, first_ + i), &lane.x[i]);
+        return lane;
+    }
+
+    // Queries or keys, as they are in memory.
+    FA_DEVICE Lane read_given(Kind kind) const {
         const bool is_query = kind == kQueries;
         const int64_t batch = is_query ? call_.q_stride_batch : call_.k_stride_batch;
         const int64_t head = is_query ? call_.q_stride_head : call_.k_stride_head;
-        const int stride = is_query ? call_.q_stride_row : call_.k_stride_row;
-        if (token >= num_tokens() || key_ >= call_.columns_k) return 0.0f;
-        const uint16_t* const from =
-            (is_query ? call_.q : call_.k) + sequence_.offset(batch, stride, head, head_ / call_.group_size) + key_;
-        return Element::widen(from[static_cast<int64_t>(chunk_ * kChunk + token) * stride]);
+        const uint16_t* const rows =
+            (is_query ? call_.q : call_.k) +
+            sequence_.offset(batch, is_query ? call_.q_stride_row : call_.k_stride_row, head, key_head_);
+        uint32_t words[kPart];
+        read_words(words, rows, is_query ? call_.q_stride_row : call_.k_stride_row, call_.columns_k);
+        Lane lane;
+#pragma unroll
+        for (int i = 0; i < kPart; ++i)
+            lane.x[i] = has(i, call_.columns_k) ? Element::widen(static_cast<uint16_t>(words[i])) : 0.0f;
+        return lane;
     }
 
     // The same, normalized if the call asks for it.
-    FA_DEVICE float normalized(Kind kind, int token) const {
-        return given(kind, token) * planes_.load(kKeyLength + kind, token);
-    }
-
     FA_DEVICE Lane read_normalized(Kind kind) const {
-        Lane lane;
+        Lane lane = read_given(kind);
+        if (!call_.normalizes) return lane;
+        const Lane lengths = read_plane(kKeyLength + kind);
 #pragma unroll
-        for (int i = 0; i < kPart; ++i) lane.x[i] = normalized(kind, first_ + i);
+        for (int i = 0; i < kPart; ++i) lane.x[i] *= lengths.x[i];
         return lane;
     }
 
+    // Padding tokens leave the state unchanged.
     FA_DEVICE Lane read_gates() const {
+        const int64_t from = sequence_.offset(call_.g_stride_batch, call_.g_stride_row, call_.g_stride_head, head_);
+        uint32_t words[kPart];
+        if constexpr (Config::gate_format == kFloat32) {
+            read_words(words, static_cast<const uint32_t*>(call_.g) + from, call_.g_stride_row, call_.headdim_k);
+        } else {
+            read_words(words, static_cast<const uint16_t*>(call_.g) + from, call_.g_stride_row, call_.headdim_k);
+        }
         Lane lane;
-        const int64_t from = sequence_.offset(call_.g_stride_batch, call_.g_stride_row, call_.g_stride_head, head_) + key_;
 #pragma unroll
         for (int i = 0; i < kPart; ++i) {
-            const int64_t row = chunk_ * kChunk + first_ + i;
-            const bool valid = first_ + i < num_tokens() && key_ < call_.headdim_k;
-            lane.x[i] = 1.0f;
-            if (valid)
-                lane.x[i] = exp2_approximate(
-                    widen_bits(read_bits(call_.g, from + row * call_.g_stride_row, call_.gate_format), call_.gate_format) *
-                    kLog2E);
+            const float gate = exp2_approximate(widen_bits(words[i], Config::gate_format) * kLog2E);
+            lane.x[i] = has(i, call_.headdim_k) ? gate : 1.0f;
         }
         return lane;
     }
+
+    // Whether token i of the part exists, and the lane's key dimension, of `columns`.
+    FA_DEVICE bool has(int i, int columns) const { return i < count_ && key_ < columns; }
 
     // Leaves the sum over the warp's key dimensions for each token of a part.
     FA_DEVICE void leave_sums(int plane, Lane& lane) const {
@@ -88,12 +106,9 @@ protected:
 
     FA_DEVICE void find_lengths() const {
         for (const Kind kind : {kKeys, kQueries}) {
-            Lane squares;
+            Lane squares = read_given(kind);
 #pragma unroll
-            for (int i = 0; i < kPart; ++i) {
-                const float x = given(kind, first_ + i);
-                squares.x[i] = x * x;
-            }
+            for (int i = 0; i < kPart; ++i) squares.x[i] *= squares.x[i];
             leave_sums(kind == kKeys ? kAlongKey : kAlongQuery, squares);
         }
         cta_barrier();
@@ -105,7 +120,23 @@ protected:
         cta_barrier();
     }
 
+    // Reads the lane's key dimension of a part's tokens from rows of a sequence. Where there is none, its neighbour is read:
+    // branches would keep reads apart.
+    template <class Word>
+    FA_DEVICE void read_words(uint32_t (&words)[kPart], const Word* rows, int64_t stride, int columns) const {
+        const int last = num_tokens() - 1;
+        const Word* at =
+            rows + (chunk_ * kChunk + (first_ < last ? first_ : last)) * stride + (key_ < columns ? key_ : columns - 1);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) {
+            words[i] = *at;
+            if (i + 1 < count_) at += stride;
+        }
+    }
+
     const int first_, key_;  // the first token of the lane's part, and its key dimension
+    const int count_;  // tokens from there to the end of the sequence
+    const int key_head_;
     const TokenPlanes planes_;
 };
 

@@ -56,7 +56,7 @@ public:
         } else {
             copy_square<WholeCta, true>(p_.scores + slot * (kChunk * kChunk), true, at_ + kScoresAt);
         }
-        copy_updates(slot);
+        copy_values(slot);
         if constexpr (Arch::kAsyncCopy) copy_async_commit();
         if constexpr (kAsksState) ask_state(out, slot);
 
@@ -102,15 +102,15 @@ private:
     }
 
     // Values, or in scratch updates of the delta rule.
-    FA_DEVICE void copy_updates(int64_t slot) const {
-        SourceRows<uint16_t, false> from{};
+    FA_DEVICE void copy_values(int64_t slot) const {
         if constexpr (kDeltaRule && !kReversed) {
-            from = {p_.updates + slot * kChunk * p_.columns_v + column_, p_.columns_v, kChunk, p_.columns_v - column_};
+            copy_updates<WholeCta, kColumns>(p_.updates + updates_at(p_, slot, column_), p_.columns_v - column_,
+                                             at_ + kUpdatesAt);
         } else {
             const int64_t offset = sequence_.offset(p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head, head_);
-            from = {p_.v + offset + column_, p_.v_stride_row, sequence_.length, p_.columns_v - column_};
+            copy_tile(UpdateCopy({p_.v + offset + column_, p_.v_stride_row, sequence_.length, p_.columns_v - column_}),
+                      chunk_ * kChunk, at_ + kUpdatesAt);
         }
-        copy_tile(UpdateCopy(from), kDeltaRule && !kReversed ? 0 : chunk_ * kChunk, at_ + kUpdatesAt);
     }
 
     // Reads the factors of the lane's queries.

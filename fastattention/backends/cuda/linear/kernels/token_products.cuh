@@ -145,8 +145,7 @@ private:
 
     FA_DEVICE void begin(int column, int stage) const {
         // Addresses are computed anew for each slice: products leave few registers to keep them.
-        const int64_t slot = opaque(slot_), rows = slot * call_.columns_v + column,
-                      tokens = slot * kChunk * call_.columns_v + column;
+        const int64_t slot = opaque(slot_), rows = slot * call_.columns_v + column, updates = updates_at(call_, slot, column);
         const int head = opaque(head_);
         const int left = call_.columns_v - column, stride_out = call_.nheads * call_.columns_v;
         const uint32_t to = slice(stage);
@@ -154,8 +153,8 @@ private:
             call_.dout + (first_token() - chunk_ * kChunk) * stride_out + head * call_.columns_v + column;
         copy(TokenCopy({dout, stride_out, sequence_.length, left}), chunk_ * kChunk, to);
         if constexpr (kDeltaRule) {
-            copy(TokenCopy({call_.updates + tokens, call_.columns_v, kChunk, left}), 0, to + kUpdatesAt);
-            copy(TokenCopy({p_.update_gradients + tokens, call_.columns_v, kChunk, left}), 0, to + kAskingAt);
+            copy_updates<WholeCta, kSlice>(call_.updates + updates, left, to + kUpdatesAt);
+            copy_updates<WholeCta, kSlice>(p_.update_gradients + updates, left, to + kAskingAt);
         } else {
             copy(TokenCopy({values(head) + column, call_.v_stride_row, sequence_.length, left}), chunk_ * kChunk,
                  to + kUpdatesAt);

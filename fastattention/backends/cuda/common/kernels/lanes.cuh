@@ -21,20 +21,18 @@ FA_DEVICE float sum_of_lanes(float x) {
 
 // The same of kLanes values, of which each lane gets the sum with its index in the group. x is overwritten.
 template <int kLanes>
-FA_DEVICE float own_sum_of_lanes(const float (&x)[kLanes]) {
-    if constexpr (kLanes == 1) {
-        return x[0];
-    } else {
-        constexpr int kHalf = kLanes / 2;
-        const bool second = lane_index() & kHalf;
-        float sums[kHalf];
+FA_DEVICE float own_sum_of_lanes(float (&x)[kLanes]) {
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            const float sent = second ? x[i] : x[i + kHalf], kept = second ? x[i + kHalf] : x[i];
-            sums[i] = kept + shuffle_xor(sent, kHalf);
+    for (int count = kLanes / 2; count > 0; count >>= 1) {
+        const bool second = lane_index() & count;
+#pragma unroll
+        for (int i = 0; i < kLanes / 2; ++i) {
+            if (i >= count) break;  // with `count` as its limit, the loop is not unrolled everywhere
+            const float sent = second ? x[i] : x[i + count], kept = second ? x[i + count] : x[i];
+            x[i] = kept + shuffle_xor(sent, count);
         }
-        return own_sum_of_lanes<kHalf>(sums);
     }
+    return x[0];
 }
 
 template <int kLanes = 32>

@@ -74,11 +74,11 @@ FA_DEVICE int64_t updates_at(const ChunkParams& p, int64_t slot, int column) {
 template <class Team, int kWidth>
 FA_DEVICE void copy_updates(const uint16_t* from, int columns, uint32_t to) {
     constexpr int kPieces = kChunk * kWidth / 8;
-    static_assert(kPieces % Team::kThreads == 0, "all threads copy");
 #pragma unroll
     for (int i = 0; i < kPieces; i += Team::kThreads) {
         const int piece = i + Team::index(), token = piece % kChunk, column = piece / kChunk * 8;
-        copy_128(to + token * pitch_of<2>(kWidth) + column * 2, from + column * kChunk + token * 8, column < columns);
+        if (kPieces % Team::kThreads == 0 || piece < kPieces)
+            copy_128(to + token * pitch_of<2>(kWidth) + column * 2, from + column * kChunk + token * 8, column < columns);
     }
 }
 

@@ -38,14 +38,14 @@ def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
     "chip", ["V100", "A100", *(pytest.param(chip, marks=deep) for chip in ("P100", "T4", "RTX 3090", "H100"))]
 )
 def test_chunked_kernels_stay_in_registers(chip: str, headdim: int, rule: str) -> None:
-    """No array is in local memory. Two registers of KDA on a V100 are."""
+    """No array is in local memory, and hardly a register."""
     target = CHIPS[chip].target
     if (reason := compiler.why_not_target(target)) is not None:
         pytest.skip(reason)
     for kernel in dict.fromkeys(kernels_of(chip, rule, headdim)):
         resources = compiler.compile_kernel(kernel, target).resources
         assert resources.keys() == {entry.name for entry in kernel.entries}
-        assert max(one.stack_bytes for one in resources.values()) <= 8
+        assert max(one.stack_bytes for one in resources.values()) <= 16
 
 
 @sampled

@@ -13,6 +13,7 @@ from emulator import Report, Wavefronts
 from linear.cases import CASES
 from linear.check import check
 from tiers import covering, sampled, tier_of
+from torch.testing import assert_close
 
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
 from fastattention.errors import ArgumentError
@@ -91,6 +92,22 @@ def test_updates_may_grow_within_a_chunk(rule: str) -> None:
     given.k[:] = given.k[:, :1] + 0.1 * given.k
     problem, inputs = prepare(given, case.options(chunked=True))
     check(problem, inputs, EmulatedChunks(LIMITS["cuda-sm80"]).run(problem, inputs))
+
+
+@sampled
+@pytest.mark.parametrize(
+    ("rule", "name"), [(rule, name) for rule in RULES for name in "kvg"] + [("delta", "beta"), ("kda", "beta")]
+)
+@pytest.mark.parametrize("chip", LIMITS)
+def test_a_nan_reaches_no_earlier_token(chip: str, rule: str, name: str) -> None:
+    case = LinearCase(rule, seqlen=100, initial_state=True)
+    given = case.tensors(torch.float16)
+    engine = EmulatedChunks(LIMITS[chip])
+    wanted = engine.run(*prepare(given, case.options(chunked=True))).out
+    getattr(given, name)[:, 85:87] = torch.nan
+    out = engine.run(*prepare(given, case.options(chunked=True))).out
+    assert_close(out[:, :85], wanted[:, :85], atol=2e-3, rtol=1e-2)
+    assert out[:, 85:].isnan().any(dim=-1).all()
 
 
 def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> dict[str, Wavefronts]:

@@ -290,7 +290,7 @@ class OutputsConfig(ChunkVariant):
 
     source: ClassVar[str] = "outputs.cuh"
     num_stages: ClassVar = 1
-    min_ctas: ClassVar = 1
+    min_ctas: ClassVar = 4  # as many as shared memory holds: the compiler takes 200 registers otherwise
     num_warps: ClassVar = 4
 
     columns: int  # of v, of a CTA

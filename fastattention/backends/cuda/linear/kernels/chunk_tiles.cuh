@@ -4,6 +4,7 @@
 #include FA_ARCH_HEADER
 
 #include "factors.cuh"
+#include "numbers_in_shared.cuh"
 
 namespace fastattention {
 
@@ -80,6 +81,19 @@ FA_DEVICE void copy_updates(const uint16_t* from, int columns, uint32_t to) {
         if (kPieces % Team::kThreads == 0 || piece < kPieces)
             copy_128(to + token * pitch_of<2>(kWidth) + column * 2, from + column * kChunk + token * 8, column < columns);
     }
+}
+
+FA_DEVICE float load_operand(uint32_t at) {
+    return Operand::widen(static_cast<uint16_t>(load_shared_32(at / 4 * 4) >> at % 4 * 8));
+}
+
+// Sums products of operands in shared memory, one by one. Matrix products multiply elements above the diagonal of a
+// triangle too: where one is not finite, earlier tokens must not get it. stride: bytes between the second operands.
+FA_DEVICE float sum_one_by_one(int count, uint32_t first, uint32_t second, int stride) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) sum += load_operand(first + i * 2) * load_operand(second + i * stride);
+    return sum;
 }
 
 template <class Copy>

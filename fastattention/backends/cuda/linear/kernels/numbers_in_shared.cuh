@@ -14,4 +14,6 @@ FA_DEVICE void load_numbers(uint32_t at, float* four) {
     for (int i = 0; i < 4; ++i) four[i] = as_float(words.word[i]);
 }
 
+FA_DEVICE bool is_finite(float x) { return x - x == 0.0f; }
+
 }  // namespace fastattention

@@ -65,8 +65,13 @@ public:
         typename Arch::template Rows<1, kChunk> scores;
         scores.load(at_ + kScoresAt + query_ * kTrianglePitch);
         const typename Arch::template Values<kColumns> values(at_ + kUpdatesAt + out_column_ * 2);
-#pragma unroll
-        for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) values.accumulate(out, scores, group);
+        if constexpr (!kReversed) {
+            Out own = {};
+            add_scores(own, scores, values);
+            add_own(out, own);
+        } else {
+            add_scores(out, scores, values);
+        }
         if constexpr (!kAsksState) cta_barrier();  // all warps have read updates
         const uint32_t to = at_ + kOutAt + query_ * kOutPitch + out_column_ * 2;
         Arch::template leave_values<kOutPitch>(out, to);
@@ -75,6 +80,38 @@ public:
     }
 
 private:
+    template <class Scores, class Values>
+    static FA_DEVICE void add_scores(Out& out, const Scores& scores, const Values& values) {
+#pragma unroll
+        for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) values.accumulate(out, scores, group);
+    }
+
+    // Adds what the chunk's own updates give.
+    FA_DEVICE void add_own(Out& out, Out& own) const {
+        float sum = 0.0f;
+        visit_results(own, [&](float& x, int, int) { sum += x; });
+        if (!is_finite(sum))
+            visit_results(own, [&](float& x, int query, int column) {
+                if (is_finite(x)) return;
+                x = sum_one_by_one(query + 1, at_ + kScoresAt + query * kTrianglePitch, at_ + kUpdatesAt + column * 2,
+                                   UpdateCopy::kPitch);
+            });
+#pragma unroll
+        for (int n = 0; n < kWarpOutColumns / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i) out[0][n][i] += own[0][n][i];
+    }
+
+    // Calls visit(result, query, column of the CTA).
+    template <class Visit>
+    FA_DEVICE void visit_results(Out& x, Visit visit) const {
+#pragma unroll
+        for (int n = 0; n < kWarpOutColumns / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                visit(x[0][n][i], query_ + Arch::row(Arch::row_of_element(i)), out_column_ + Arch::value_column(n, i));
+    }
+
     FA_DEVICE void copy_state(int64_t slot) const {
         copy_tile(QueryCopy(token_source<kHeaddim>(
                       p_, sequence_, head_, {p_.q, p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head}, p_.q_scaled, 0)),

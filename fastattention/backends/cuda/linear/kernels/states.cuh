@@ -184,12 +184,38 @@ private:
         TokenRows rest;
         rest.load(exchange_.rest());
         Arch::multiply_rows(x, rest, ChunkTiles::inverse(tiles) + first_token() * kTrianglePitch);
+        repair(x, ChunkTiles::inverse(tiles));
         leave_tokens(x, exchange_.updates(step));
         if constexpr (!kAskingKeys) {
             scale(x, token_factors(kKeysToState, factors));
             leave_tokens(x, exchange_.to_state(step));
         }
         cta_barrier();
+    }
+
+    // Computes updates that are not finite again, each from its own token and earlier ones.
+    FA_DEVICE void repair(Tokens& x, uint32_t inverse) const {
+        float sum = 0.0f;
+        visit_tokens(x, [&](float& update, int, int) { sum += update; });
+        if (is_finite(sum)) return;
+        visit_tokens(x, [&](float& update, int column, int token) {
+            if (is_finite(update)) return;
+            const uint32_t rest = exchange_.rest() + column * kTokenPitch;
+            update = load_operand(rest + token * 2) + sum_one_by_one(token, rest, inverse + token * kTrianglePitch, 2);
+        });
+    }
+
+    // Calls visit(element, column of v, token).
+    template <class Visit>
+    FA_DEVICE void visit_tokens(Tokens& x, Visit visit) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i)
+                    visit(x[step][n][i], step * Arch::kStepRows + Arch::row(Arch::row_of_element(i)),
+                          first_token() + Arch::score_column(n, i));
     }
 
     // Without the delta rule, the warp's values are the updates.

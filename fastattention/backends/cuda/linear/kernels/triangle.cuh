@@ -121,7 +121,7 @@ private:
         multiply<kTriangle, true>(inverse(kTriangle, kTriangle), system(0, kTriangle + column), inverse(kTriangle, column));
     }
 
-    // A warp computes to = a b, or -a b, where a has kSize rows and columns, and b and `to` have kPart columns. b is 0
+    // A warp computes to = a b, with zeros for what is not finite, or -a b, where a has kSize rows and columns, and b and `to` have kPart columns. b is 0
     // before first_row, a multiple of kPart; for -a b, a is 0 above its diagonal. A lane computes four columns of every
     // eighth row: with smaller shares, values would be loaded more often.
     template <int kSize, bool kNegates>
@@ -153,7 +153,8 @@ private:
         for (int r = 0; r < kRows; ++r) {
             Words4 words;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) words.word[j] = as_bits(kNegates ? -sums[r][j] : sums[r][j]);
+            for (int j = 0; j < 4; ++j)
+                words.word[j] = as_bits(kNegates ? -sums[r][j] : is_finite(sums[r][j]) ? sums[r][j] : 0.0f);
             store_shared_128(to + row + r * 8 * kPitch + column, words);
         }
     }

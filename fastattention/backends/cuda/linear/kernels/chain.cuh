@@ -165,7 +165,8 @@ protected:
         }
     }
 
-    // Reads eight columns of v, which are rows, of one token. first: the warp's; every second eight tokens are in other banks.
+    // Reads eight columns of v, which are rows, of one token. first: the warp's first token; with 64 tokens a chunk, every
+    // second eight are its own, which are in other banks.
     static FA_DEVICE Words4 read_columns(uint32_t from, int first, int token) {
         Words4 words;
         if constexpr (Arch::kAsyncCopy) {  // a matrix has two columns of all tokens

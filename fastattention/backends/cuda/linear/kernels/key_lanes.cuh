@@ -50,14 +50,12 @@ protected:
 
     // Queries or keys, as they are in memory.
     FA_DEVICE Lane read_given(Kind kind) const {
-        const bool is_query = kind == kQueries;
-        const int64_t batch = is_query ? call_.q_stride_batch : call_.k_stride_batch;
-        const int64_t head = is_query ? call_.q_stride_head : call_.k_stride_head;
-        const uint16_t* const rows =
-            (is_query ? call_.q : call_.k) +
-            sequence_.offset(batch, is_query ? call_.q_stride_row : call_.k_stride_row, head, key_head_);
+        const TokenRows rows = kind == kQueries
+                                   ? TokenRows{call_.q, call_.q_stride_batch, call_.q_stride_row, call_.q_stride_head}
+                                   : TokenRows{call_.k, call_.k_stride_batch, call_.k_stride_row, call_.k_stride_head};
         uint32_t words[kPart];
-        read_words(words, rows, is_query ? call_.q_stride_row : call_.k_stride_row, call_.columns_k);
+        read_words(words, rows.base + sequence_.offset(rows.stride_batch, rows.stride_row, rows.stride_head, key_head_),
+                   rows.stride_row, call_.columns_k);
         Lane lane;
 #pragma unroll
         for (int i = 0; i < kPart; ++i)

@@ -121,9 +121,9 @@ private:
         multiply<kTriangle, true>(inverse(kTriangle, kTriangle), system(0, kTriangle + column), inverse(kTriangle, column));
     }
 
-    // A warp computes to = a b, with zeros for what is not finite, or -a b, where a has kSize rows and columns, and b and `to` have kPart columns. b is 0
-    // before first_row, a multiple of kPart; for -a b, a is 0 above its diagonal. A lane computes four columns of every
-    // eighth row: with smaller shares, values would be loaded more often.
+    // A warp computes to = a b, with zeros for what is not finite, or -a b, where a has kSize rows and columns, and b and `to`
+    // have kPart columns. b is 0 before first_row, a multiple of kPart; for -a b, a is 0 above its diagonal. A lane computes
+    // four columns of every eighth row: with smaller shares, values would be loaded more often.
     template <int kSize, bool kNegates>
     FA_DEVICE void multiply(uint32_t a, uint32_t b, uint32_t to, int first_row = 0) const {
         constexpr int kRows = kSize / 8;

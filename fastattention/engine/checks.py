@@ -70,6 +70,8 @@ def _scalar(value: object) -> object:
 
 def read_number(name: str, value: object) -> float:
     """`value` as a float; raises ArgumentError naming anything that is not a number."""
+    if type(value) is float:
+        return value
     value = _scalar(value)
     if not isinstance(value, numbers.Real):
         raise ArgumentError(f"{name} must be a number, got {value!r}")

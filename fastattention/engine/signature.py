@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from fastattention.engine.bounded import BoundedDict
 from fastattention.engine.eager import PLAIN_TYPES, is_traced, transform_level
 
 CallSignature = tuple[object, ...]
@@ -41,3 +42,21 @@ def signature_of(tensors: Sequence[Any], backend: object, scalars: Hashable) -> 
     except RuntimeError:  # some tensor has no shape or strides; validation names it
         return None
     return tuple(signature)
+
+
+class CheckedOnce:
+    """A check of arguments that runs once for all calls with the same signature."""
+
+    def __init__(self, check: Callable[..., None]) -> None:
+        """check: takes all tensors, then all scalars; raises for wrong ones."""
+        self._check = check
+        self._passed: BoundedDict[CallSignature, None] = BoundedDict()
+
+    def __call__(self, tensors: Sequence[Any], *scalars: Hashable) -> None:
+        """Raises unless they pass. scalars: after validation of their types."""
+        signature = signature_of(tensors, "", scalars)
+        if signature is not None and signature in self._passed:
+            return
+        self._check(*tensors, *scalars)
+        if signature is not None:
+            self._passed[signature] = None

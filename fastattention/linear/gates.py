@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastattention.engine.checks import check_device, check_shape, read_flag, read_number, require_tensor, spec_of
+from fastattention.engine.checks import (
+    TensorSpec,
+    check_device,
+    check_shape,
+    read_flag,
+    read_number,
+    require_tensor,
+    spec_of,
+)
 from fastattention.engine.kinds import check_readable
+from fastattention.engine.signature import CheckedOnce
 from fastattention.errors import ArgumentError
 from fastattention.linear.validation import check_gate_dtype
 
@@ -32,28 +43,20 @@ def beta_of(beta: Tensor, before_sigmoid: object, doubled: object) -> Tensor:
 
 
 def kda_gate_of(
-    g: Tensor, q: Tensor, v: Tensor, before_function: object, a_log: object, dt_bias: object, lower_bound: object
+    g: Tensor, q: Tensor, v: Tensor, before_function: object, a_log: Any, dt_bias: Any, lower_bound: object
 ) -> Tensor:
     """g; or its gate function in float32, if it is given before that. See chunk_kda for the formulas."""
     if not read_flag("use_gate_in_kernel", before_function):
         if not a_log is dt_bias is lower_bound is None:
             raise ArgumentError("A_log, dt_bias and lower_bound take use_gate_in_kernel=True")
         return g
-    given = spec_of("g", g)
-    check_gate_dtype("g", given)
-    shape = (*spec_of("v", v).shape[:3], spec_of("q", q).shape[-1])
-    check_shape("g", given, shape, "batch_size, seqlen, nheads, headdim_k")
-    nheads, headdim = shape[2:]
     bound = None if lower_bound is None else read_number("lower_bound", lower_bound)
-    if bound is not None and not -torch.inf < bound < 0:
-        raise ArgumentError(f"lower_bound={bound} must be negative and finite")
-    if a_log is None and bound is None:
-        raise ArgumentError("A_log must be a torch.Tensor (nheads,) without lower_bound, got None")
+    _check_kda_gate((g, q, v, a_log, dt_bias), bound)
     try:
         logits = g.float()
         if dt_bias is not None:
-            logits = logits + _of_heads("dt_bias", dt_bias, g, (nheads, headdim), "nheads, headdim_k")
-        rate = None if a_log is None else _of_heads("A_log", a_log, g, (nheads, 1), "nheads,").exp()
+            logits = logits + dt_bias.float().reshape(g.shape[2:])
+        rate: Tensor | None = None if a_log is None else a_log.float().reshape(g.shape[2], 1).exp()
     except RuntimeError:
         check_readable({"g": g, "A_log": a_log, "dt_bias": dt_bias})
         raise
@@ -63,15 +66,29 @@ def kda_gate_of(
     return bound * torch.sigmoid(logits if rate is None else rate * logits)
 
 
-def _of_heads(name: str, given: object, g: Tensor, shape: tuple[int, int], axes: str) -> Tensor:
-    """A parameter of heads in float32, in this shape or flat."""
-    require_tensor(name, given)
-    assert isinstance(given, Tensor)
-    check_gate_dtype(name, given)
-    spec = spec_of(name, given)
-    check_device(name, spec, spec_of("g", g))
+@CheckedOnce
+def _check_kda_gate(g: Tensor, q: Tensor, v: Tensor, a_log: object, dt_bias: object, bound: float | None) -> None:
+    given = spec_of("g", g)
+    check_gate_dtype("g", given)
+    shape = (*spec_of("v", v).shape[:3], spec_of("q", q).shape[-1])
+    check_shape("g", given, shape, "batch_size, seqlen, nheads, headdim_k")
+    if bound is not None and not -torch.inf < bound < 0:
+        raise ArgumentError(f"lower_bound={bound} must be negative and finite")
+    if a_log is None and bound is None:
+        raise ArgumentError("A_log must be a torch.Tensor (nheads,) without lower_bound, got None")
+    nheads, headdim = shape[2:]
+    if dt_bias is not None:
+        _check_of_heads("dt_bias", dt_bias, given, (nheads, headdim), "nheads, headdim_k")
+    if a_log is not None:
+        _check_of_heads("A_log", a_log, given, (nheads, 1), "nheads,")
+
+
+def _check_of_heads(name: str, parameter: object, g: TensorSpec, shape: tuple[int, int], axes: str) -> None:
+    """Raises unless a parameter of heads has this shape, or is flat."""
+    spec = spec_of(name, parameter)
+    check_gate_dtype(name, spec)
+    check_device(name, spec, g)
     if spec.shape not in (shape, (shape[0] * shape[1],)):
         raise ArgumentError(
             f"{name} must be ({axes}) = {shape if shape[1] > 1 else shape[:1]}, or flat, got shape {tuple(spec.shape)}"
         )
-    return given.float().reshape(shape)

@@ -73,8 +73,8 @@ def chunk_gla(
     - `backend`: "auto", or the name of a backend; `fastattention.explain(..., function=chunk_gla)` lists them with
       reasons
 
-    Returns (out, final_state): out like v; final_state float32, None unless asked for. Gradients come from operations
-    of torch. Raises ArgumentError for wrong arguments, UnsupportedError when the backend named cannot serve the call.
+    Returns (out, final_state): out like v; final_state float32, None unless asked for. Both have gradients, for every
+    tensor. Raises ArgumentError for wrong arguments, UnsupportedError when the backend named cannot serve the call.
     """
     given = LinearInputs(q, k, v, g, None, initial_state, cu_seqlens)
     return _request(given, read_linear_options("gla", True, scale, False, output_final_state), state_v_first, backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fastattention.engine.checks import (
     spec_of,
 )
 from fastattention.engine.kinds import check_readable
+from fastattention.engine.signature import CheckedOnce
 from fastattention.errors import ArgumentError
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import MAX_HEADDIM, check_gate_dtype
@@ -46,11 +47,9 @@ def ssd_inputs(given: SsdArguments, initial_state: Tensor | None, cu_seqlens: Te
     """
     limit = _read_limit(given.dt_limit)
     softplus = read_flag("dt_softplus", given.dt_softplus)
-    _check(given)
+    _check(given[:7])
     try:
-        steps = given.dt.float()
-        if given.dt_bias is not None:
-            steps = steps + given.dt_bias.float()
+        steps = given.dt.float() if given.dt_bias is None else given.dt + given.dt_bias.float()
         if softplus:
             steps = functional.softplus(steps)
         if limit != (0.0 if softplus else -torch.inf, torch.inf):
@@ -71,8 +70,10 @@ def _read_limit(limit: object) -> tuple[float, float]:
     return least, most
 
 
-def _check(given: SsdArguments) -> None:
-    """Raises for what the rule would refuse by the names of its own arguments."""
+@CheckedOnce
+def _check(*tensors: Any) -> None:
+    """Raises for what the rule would refuse by the names of its own arguments. tensors: x to dt_bias."""
+    given = SsdArguments._make((*tensors, None, None))
     require_tensors(x=given.x, dt=given.dt, A=given.A, B=given.B, C=given.C)
     x, keys = spec_of("x", given.x), spec_of("B", given.B)
     check_dtype(x, "x")

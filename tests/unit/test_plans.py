@@ -34,6 +34,7 @@ from fastattention.attention.validation import KvCacheArguments, Options, prepar
 from fastattention.backends.cpu.attention import call as cpu_call
 from fastattention.backends.cpu.library import load_library
 from fastattention.engine.operator import Plan
+from fastattention.engine.signature import CheckedOnce
 from unit.plan_calls import FUNCTIONS, Arguments, Function, dense, every_function, files_of, kvcache, unchecked, varlen
 from unit.samples import int32
 
@@ -382,3 +383,30 @@ def test_off_the_cpu_rows_may_follow_the_last_sequence() -> None:
     assert served == [shorter]
     with pytest.raises(ArgumentError, match="cu_seqlens_q must end at the number of tokens, 5, got 6"):
         operators._serve_checked(problem, served.append, inputs._replace(cu_seqlens_q=int32(0, 3, 6)))  # type: ignore[arg-type]
+
+
+def test_a_check_runs_once_for_calls_alike() -> None:
+    """One that fails runs again, and so does that of a tensor without data."""
+    runs = []
+
+    @CheckedOnce
+    def check(x: Tensor, most: float) -> None:
+        runs.append(most)
+        if x.shape[0] > most:
+            raise ArgumentError("x is too long")
+
+    x = torch.zeros(3, 2)
+    for _ in range(2):
+        check((x,), 3.0)
+        check((x.clone(),), 3.0)
+    assert runs == [3.0]
+    for other in (x.T, x[:, :1], x.double()):
+        check((other,), 3.0)
+    assert runs == [3.0] * 4
+    for _ in range(2):
+        with pytest.raises(ArgumentError):
+            check((x,), 2.0)
+    assert runs == [3.0] * 4 + [2.0] * 2
+    for _ in range(2):
+        check((x.to("meta"),), 3.0)
+    assert runs == [3.0] * 4 + [2.0] * 2 + [3.0] * 2

@@ -21,9 +21,10 @@ from fastattention.cli.bench.gpu import TimedCall, show_reasons
 from fastattention.cli.bench.linear_peers import OURS, PEERS, RULES, LinearWorkload, call_of
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, first_line, progress_bar
-from fastattention.cli.machine import describe_machine
+from fastattention.cli.machine import describe_machine, installed_version
 from fastattention.threads import get_num_threads
 
+OF_FLA = ("flash-linear-attention", "triton")
 CAPTURED = (OURS, "fla")  # peers that are also captured in CUDA graphs
 CPU_SECONDS = 2.5  # for each workload
 SLOW_SECONDS = 0.02  # a call that takes longer on a GPU is not repeated
@@ -40,7 +41,9 @@ def answer(rounds: int, output: Path) -> None:
     with progress_bar() as bar:
         for workload in bar.track(workloads(device), description="linear"):
             records.append(record(workload, device, rounds))
-    report: dict[str, Any] = {"question": "linear", "machine": describe_machine(), "measurements": records}
+    machine = describe_machine()
+    machine["versions"] |= {name: found for name in OF_FLA if (found := installed_version(name))}
+    report: dict[str, Any] = {"question": "linear", "machine": machine, "measurements": records}
     if device == "cuda":
         report["copy_gbytes_per_s"] = gpu_decode.copy_bandwidth(rounds)
     else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,16 +30,6 @@ _make_params = ChunkParams.maker(*ChunkParams.pointer_names)
 _NO_ADDRESSES = dict.fromkeys(ChunkParams.pointer_names, 0)
 
 
-class _Launches(NamedTuple):
-    """Functions that enqueue the kernels of GradientKernels."""
-
-    prepare: Callable[[Params], None]
-    states: Callable[[Params], None]
-    chain: Callable[[Params], None]
-    updates: Callable[[Params], None]
-    tokens: Callable[[Params], None]
-
-
 def _launch_none(params: Params) -> None:
     """For a kernel without a CTA."""
 
@@ -51,8 +40,10 @@ class ChunkedGradients:
     def __init__(self, problem: LinearProblem, arch: int, kernels: GradientKernels, launcher: Launcher) -> None:
         """launcher: gives a function that enqueues a kernel."""
         self._problem, self._dtype = problem, operand_dtype(problem.dtype, arch)
-        grids = [(config, num_ctas(problem, config)) for config in kernels]
-        self._launch = _Launches(*(launcher(KernelLaunch(config, 0, n)) if n else _launch_none for config, n in grids))
+        grids = {name: (config, num_ctas(problem, config)) for name, config in kernels._asdict().items()}
+        self._launch = {
+            name: launcher(KernelLaunch(config, 0, n)) if n else _launch_none for name, (config, n) in grids.items()
+        }
         self._num_slots = num_slots(problem, kernels.prepare.chunk)
         sizes = scratch_sizes(problem, kernels.prepare)
         sizes["turned_inverse"] = sizes["inverse"]
@@ -125,27 +116,27 @@ class ChunkedGradients:
         dstates, dupdates = given.pop("state_gradients"), given.pop("update_gradients")
         results = dict(zip(found, pointers(*found.values()), strict=True))
         call = self._params(inputs, given)
-        self._launch.prepare(call)
-        self._launch.states(call)
+        self._launch["prepare"](call)
+        self._launch["states"](call)
         chain = given | {
             "states": dstates, "initial_state": dfinal_at, "final_state": results.get("initial_state", 0),
         }  # fmt: skip
         if self._problem.delta_rule:
             of_outputs = torch.empty_like(dout)
             (to,) = pointers(of_outputs)
-            self._launch.updates(self._params(inputs._replace(v=dout), given | {"v": dout_at, "out": to}))
+            self._launch["updates"](self._params(inputs._replace(v=dout), given | {"v": dout_at, "out": to}))
             tensors = inputs._replace(v=of_outputs, initial_state=dfinal_state)
-            self._launch.chain(self._params(tensors, chain | {"v": to, "updates": dupdates}))
+            self._launch["chain"](self._params(tensors, chain | {"v": to, "updates": dupdates}))
         else:  # queries and keys change places
             tensors = inputs._replace(q=inputs.k, k=inputs.q, v=dout, initial_state=dfinal_state)
             chain |= {"q": given["k"], "k": given["q"], "v": dout_at}
             chain |= {"q_scaled": given["k_scaled"], "k_scaled": given["q_scaled"]}
-            self._launch.chain(self._params(tensors, chain))
-            self._launch.updates(self._params(tensors, chain | {"out": results["v"]}))
+            self._launch["chain"](self._params(tensors, chain))
+            self._launch["updates"](self._params(tensors, chain | {"out": results["v"]}))
         template = GradientParams.template(call=bytes(call), sums_heads=self._sums_heads)
         rows = {f"d{name}": address for name, address in results.items() if name != "initial_state"}
         params = GradientParams.make(template, state_gradients=dstates, update_gradients=dupdates, **rows)
-        self._launch.tokens(params)
+        self._launch["tokens"](params)
 
     def _params(self, tensors: LinearInputs, addresses: Mapping[str, int]) -> Params:
         """The arguments of a kernel. tensors: what has the strides; addresses: by the pointers of ChunkParams."""

@@ -37,6 +37,27 @@ FA_INLINE float exp2(float x) {
     return lanes[0];
 }
 
+// e^x for x <= 88, exact 0 for x below -111 and for -inf. Relative error below 1e-7, for products of hundreds of gates. So
+// multiples of ln 2 are taken off in two parts (Cody and Waite), and a minimax polynomial gives 1 + r + r^2 q(r).
+FA_INLINE Vec exp(Vec x) {
+    constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+    x = maximum(broadcast(-111.0f), x);  // in this order a NaN is kept
+    const Vec n = round_nearest(x * broadcast(kLog2E));
+    const Vec r = fma(n, broadcast(-kLn2Low), fma(n, broadcast(-kLn2High), x));
+    Vec q = broadcast(1.381454058e-3f);
+    q = fma(q, r, broadcast(8.368745446e-3f));
+    q = fma(q, r, broadcast(4.166838899e-2f));
+    q = fma(q, r, broadcast(1.666652113e-1f));
+    q = fma(q, r, broadcast(4.999999404e-1f));
+    return scale_exponent(fma(q, r * r, r) + broadcast(1.0f), n);
+}
+
+FA_INLINE float exp(float x) {
+    float lanes[Vec::kWidth];
+    store(lanes, exp(broadcast(x)));
+    return lanes[0];
+}
+
 // An odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
 FA_INLINE Vec tanh(Vec x) {
     const Vec magnitude = absolute(x);

@@ -38,7 +38,7 @@ struct GradientLayout : LinearLayout<Unit> {
         key_gradients = take((n + kSquareRows) * this->key_stride);
         turned_asking = take(turned_rows * rows);
         gate_gradients = take(n * (p.gate_per_key ? this->key_stride : 1));
-        token_sums = take(5 * n);
+        token_sums = take(4 * n);
         raw = take(p.gate_per_key ? 2 * n * this->key_stride : 0);
         carried = take(p.gate_per_key ? padded_rows * this->key_stride : 0);
         ends = take(p.gate_per_key ? n * this->key_stride : n * n);

@@ -19,7 +19,7 @@ template <class Element, class Unit>
 class LinearGradients : LinearChunks<Element, Unit> {
     using Base = LinearChunks<Element, Unit>;
     using Layout = GradientLayout<Unit>;
-    using Base::left, Base::right, Base::is_delta, Base::num_asking, Base::first_asking, Base::scale_row, Base::scale_rows;
+    using Base::left, Base::right, Base::is_delta, Base::first_asking, Base::scale_row, Base::scale_rows;
     using Base::p_, Base::task_, Base::tokens_, Base::columns_, Base::keys_, Base::asking_, Base::queries_, Base::scores_;
     using Base::query_scores_, Base::values_, Base::gates_, Base::betas_, Base::state_, Base::row_, Base::n_, Base::first_;
     using Base::weigh, Base::multiply_key_row, Base::part_gates, Base::room_for_rows;
@@ -314,6 +314,8 @@ private:
 
     void prepare_head_gates();
     void finish_head_gates();
+    void weigh_score_gradients(int64_t i, float* between);
+    void sum_paths_over_head_gates(const float* paths, const float* arriving, const float* ending, float all_paths);
     void prepare_key_gates();
     void finish_key_gates();
     void finish_rows_of_part(int64_t part, bool asks);

@@ -32,41 +32,29 @@ void LinearGradients<Element, Unit>::prepare_head_gates() {
 template <class Element, class Unit>
 void LinearGradients<Element, Unit>::finish_head_gates() {
     const int64_t n = l_.chunk;
-    const float *const between = ends_, *const since = token_sums_, *const after = between + (n - 1) * n;
-    float *const arriving = token_sums_ + n, *const leaving = arriving + n, *const ending = leaving + n;
-    float* const paths = ending + n;
-    memset(arriving, 0, 2 * n * sizeof(float));
-    float all_paths = 0.0f;  // from the state to the next state
+    float* const between = ends_;
+    const float *const since = token_sums_, *const after = between + (n - 1) * n;
+    float *const arriving = token_sums_ + n, *const ending = arriving + n;  // from the state, and to the next state
+    float all_paths = 0.0f;                                                  // from the state to the next state
     for (int64_t d = 0; d < p_.headdim_k; ++d)
         all_paths += dot(state_ + d * l_.value_stride, state_gradient_ + d * l_.value_stride, columns_);
     all_paths *= since[n - 1];
 
-    for (int64_t row = 0; row < l_.rows; ++row) {
-        const int64_t i = row % n;
-        float* const gradients = score_gradients_ + row * n;
-        const float* weights = (row < l_.rows - n ? scores_ : query_scores_) + i * n;
-        for (int64_t j = 0; j < n; j += Vec::kWidth) {
-            store(paths + j, load_vector(gradients + j) * load_vector(weights + j));
-            store(gradients + j, load_vector(gradients + j) * load_vector(between + i * n + j));
-        }
-        paths[i] = 0.0f;  // a token's own gate is not between it and itself
-        if (row < l_.rows - n) gradients[i] = 0.0f;
-        for (int64_t j = i + 1; j < n; ++j) gradients[j] = paths[j] = 0.0f;
-        Vec sum = zero();
-        for (int64_t j = 0; j < n; j += Vec::kWidth) {
-            sum = sum + load_vector(paths + j);
-            store(leaving + j, load_vector(leaving + j) + load_vector(paths + j));
-        }
-        float* const asking = asking_gradients_ + row * l_.key_stride;
-        const float* const asker = first_asking() + row * l_.key_stride;
-        for (int64_t d = 0; d < l_.key_vectors; d += Vec::kWidth)
-            store(asking + d, load_vector(asking + d) * broadcast(since[i]));
-        arriving[i] += reduce_add(sum) + dot(asker, asking, l_.key_vectors);
-    }
     for (int64_t j = 0; j < n; ++j) {
         float* const key = key_gradients_ + j * l_.key_stride;
         for (int64_t d = 0; d < l_.key_vectors; d += Vec::kWidth) store(key + d, load_vector(key + d) * broadcast(after[j]));
         ending[j] = dot(keys_ + j * l_.key_stride, key, l_.key_vectors);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        arriving[i] = 0.0f;
+        for (int64_t row = i; row < l_.rows; row += n) {
+            float* const asking = asking_gradients_ + row * l_.key_stride;
+            const float* const asker = first_asking() + row * l_.key_stride;
+            for (int64_t d = 0; d < l_.key_vectors; d += Vec::kWidth)
+                store(asking + d, load_vector(asking + d) * broadcast(since[i]));
+            arriving[i] += dot(asker, asking, l_.key_vectors);
+        }
+        weigh_score_gradients(i, between + i * n);
     }
     multiply_operands<true, Unit>(left(score_gradients_, n, l_.rows, n), right(keys_, l_.key_stride, n, l_.key_vectors), n,
                                   asking_gradients_, l_.key_stride, l_.rows, l_.key_vectors);
@@ -77,9 +65,51 @@ void LinearGradients<Element, Unit>::finish_head_gates() {
 
     for (int64_t first = 0; first < l_.rows; first += n) scale_rows(row_gradients_ + first * l_.value_stride, since);
     step_state_gradient([&](int64_t) { return since[n - 1]; });
+    sum_paths_over_head_gates(between, arriving, ending, all_paths);
+}
 
+// Multiplies the products of gates before token i into the gradients of its scores. In place of these products, `between`
+// gets what its paths from earlier tokens add to gradients of gates.
+template <class Element, class Unit>
+void LinearGradients<Element, Unit>::weigh_score_gradients(int64_t i, float* between) {
+    const int64_t n = l_.chunk;
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const Vec products = load_vector(between + j);
+        Vec paths = zero();
+        for (int64_t row = i; row < l_.rows; row += n) {
+            const float* weights = (row < l_.rows - n ? scores_ : query_scores_) + i * n;
+            float* const gradients = score_gradients_ + row * n + j;
+            paths = paths + load_vector(gradients) * load_vector(weights + j);
+            store(gradients, load_vector(gradients) * products);
+        }
+        store(between + j, paths);
+    }
+    for (int64_t j = i + 1; j < n; ++j) between[j] = 0.0f;
+    for (int64_t row = i; row < l_.rows; row += n) {
+        const bool asks = row < l_.rows - n;
+        for (int64_t j = asks ? i : i + 1; j < n; ++j) score_gradients_[row * n + j] = 0.0f;
+    }
+}
+
+// Gradients of gates: sums of the paths from earlier tokens, or the state, to the token or later ones, or the next state.
+// Differences of sums that have more of these paths would keep their rounding errors where gates are strong.
+// paths: (chunk, chunk), from a token of a column to that of a row
+template <class Element, class Unit>
+void LinearGradients<Element, Unit>::sum_paths_over_head_gates(const float* paths, const float* arriving, const float* ending,
+                                                               float all_paths) {
+    const int64_t n = l_.chunk;
+    float* const from_tokens = token_sums_ + 3 * n;
+    memset(from_tokens, 0, n * sizeof(float));
     float later = 0.0f, earlier = all_paths;
-    for (int64_t i = n - 1; i >= 0; --i) gate_gradients_[i] = later += arriving[i] - leaving[i];
+    for (int64_t i = n - 1; i >= 0; --i) {
+        for (int64_t j = 0; j < n; j += Vec::kWidth)
+            store(from_tokens + j, load_vector(from_tokens + j) + load_vector(paths + i * n + j));
+        from_tokens[i] = 0.0f;  // its paths to later tokens do not cross its own gate
+        Vec sum = zero();
+        for (int64_t j = 0; j < n; j += Vec::kWidth) sum = sum + load_vector(from_tokens + j);
+        later += arriving[i];
+        gate_gradients_[i] = later + reduce_add(sum);
+    }
     for (int64_t i = 0; i < n; ++i) {
         gate_gradients_[i] += earlier;
         earlier += ending[i];

@@ -36,8 +36,6 @@ struct FlushDenormals {
     FlushDenormals& operator=(const FlushDenormals&) = delete;
 };
 
-FA_INLINE float exp_of(float x) { return exp2(x * kLog2E); }
-
 // The tokens of a sequence, of one head at a time.
 template <class Element>
 struct LinearTokens {
@@ -71,11 +69,11 @@ struct LinearTokens {
         for (int64_t c = 0; c < padded; c += Vec::kWidth) store(to + c, load(to + c) * factor);
     }
     // The gate of the head, if it has one for all key dimensions.
-    float gate(int64_t token) const { return exp_of(float_of(p.g, p.gate_dtype, gate_at(token))); }
+    float gate(int64_t token) const { return exp(float_of(p.g, p.gate_dtype, gate_at(token))); }
     // The gates of all key dimensions, padded with ones.
     void gates(int64_t token, float* to, int64_t padded) const {
         widen_any(p.g, p.gate_dtype, gate_at(token), to, p.headdim_k, padded);
-        for (int64_t d = 0; d < padded; d += Vec::kWidth) store(to + d, exp2(load(to + d) * broadcast(kLog2E)));
+        for (int64_t d = 0; d < padded; d += Vec::kWidth) store(to + d, exp(load(to + d)));
     }
     float beta(int64_t token) const {
         return float_of(

@@ -32,7 +32,9 @@ from fastattention.attention.interface import (
     fast_attn_varlen_qkvpacked_func,
     fast_attn_with_kvcache,
 )
+from fastattention.attention.latent import fast_attn_latent_func
 from fastattention.attention.merge import merge_attn_states
+from fastattention.attention.selected import fast_attn_selected_func
 from fastattention.engine.explain import Explanation
 from fastattention.errors import (
     ArgumentError,
@@ -61,7 +63,9 @@ __all__ = [
     "explain",
     "fast_attn_func",
     "fast_attn_kvpacked_func",
+    "fast_attn_latent_func",
     "fast_attn_qkvpacked_func",
+    "fast_attn_selected_func",
     "fast_attn_varlen_func",
     "fast_attn_varlen_kvpacked_func",
     "fast_attn_varlen_qkvpacked_func",

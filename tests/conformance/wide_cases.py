@@ -49,7 +49,7 @@ LATENT: list[Case] = [
     *(
         KvCacheCase(name=f"latent-{h}-heads-{q}-{size or 'dense'}", seqlen_q=q, cache_seqlens=(300, 0, 1, 64), nheads=h,
                     nheads_k=1, headdim=576, headdim_v=512, values_in_keys=True, page_block_size=size, causal=q > 1)
-        for h, q, size in ((1, 1, None), (8, 1, 64), (9, 1, None), (16, 1, None), (16, 2, 64), (16, 1, 16), (40, 1, 7),
+        for h, q, size in ((1, 1, None), (8, 1, 64), (9, 1, None), (16, 1, None), (16, 2, 64), (16, 1, 16), (40, 1, 1),
                            (128, 1, None), (128, 2, 64), (128, 3, None))
     ),
     *(

@@ -307,3 +307,21 @@ def test_the_kernel_that_was_faster_serves_dense_calls(measured: tuple[int, int,
     nheads_k, batch_size, seqlen_q, seqlen_k, forward, decode = measured
     call = replace(CALL, layout=Layout.DENSE, nheads_k=nheads_k, batch_size=batch_size, seqlen_q=seqlen_q)
     assert is_decode(replace(call, seqlen_k=seqlen_k), CHIPS["H100"]) == (decode < forward)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "nheads", "is_split"),
+    [(64, 128, False), (4096, 128, False), (16, 128, True), (1, 128, True), (64, 16, True)],
+)
+def test_selected_keys_are_split_only_where_few_queries_leave_multiprocessors_idle(
+    batch_size: int, nheads: int, is_split: bool
+) -> None:
+    limits = CHIPS["H100"]
+    call = replace(
+        DECODE, batch_size=batch_size, seqlen_q=1, seqlen_k=2048, nheads=nheads, nheads_k=1, headdim=576, headdim_v=512,
+        page_block_size=1,
+    )  # fmt: skip
+    config = choose_decode(call, limits.arch, limits, values_in_keys=True)
+    assert (choose_split(call, config, limits).num_splits == 0) == is_split
+    in_pages = replace(call, page_block_size=64)  # sequences of a cache may have any lengths
+    assert choose_split(in_pages, config, limits).num_splits == 0

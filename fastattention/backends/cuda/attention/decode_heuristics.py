@@ -230,7 +230,11 @@ class Split(NamedTuple):
 
 
 def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Split:
-    """Uses as many CTAs as the GPU holds at once, unless the call sets num_splits. Only the device knows lengths."""
+    """Uses as many CTAs as the GPU holds at once, unless the call sets num_splits. Only the device knows lengths.
+
+    Pages of one token are the keys that queries have selected, mostly as many for each. Where sequences fill the GPU
+    evenly, none is split: merging parts of 128 heads takes a third of the time (decision 0083).
+    """
     rows = num_rows(problem)
     num_m_tiles = -(-rows // config.tile_m)
     units, partial_rows = problem.nheads_k * num_m_tiles, min(rows, config.tile_m)
@@ -238,13 +242,16 @@ def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Spli
     # A CTA with part of the columns of v has no maxima and sums of its own.
     few = partial_rows <= _MAX_ROWS_IN_PLACE and partial_rows * problem.headdim_v <= _MAX_NUMBERS_IN_PLACE
     in_place = few and config.num_value_parts == 1
-    if problem.num_splits > 0:
-        num_splits = min(problem.num_splits, most_tiles)
+    resident, num_splits = config.min_ctas * limits.num_sms, problem.num_splits
+    if num_splits == 0 and problem.page_block_size == 1 and _used(problem.batch_size * units, resident) >= _ENOUGH_USED:
+        num_splits = 1
+    if num_splits > 0:
+        num_splits = min(num_splits, most_tiles)
         cta_groups = problem.batch_size * num_splits
         slots = cta_groups * units * (num_splits > 1)
         teams = _teams_of_row(num_splits)
         return Split(num_m_tiles, units, cta_groups, num_splits, slots, partial_rows, teams, slots > 0 and in_place)
-    cta_groups = min(_num_cta_groups(units, config.min_ctas * limits.num_sms), problem.batch_size * most_tiles)
+    cta_groups = min(_num_cta_groups(units, resident), problem.batch_size * most_tiles)
     slots = 2 * cta_groups * units * (most_tiles > 1)
     teams = _teams_of_row(-(-cta_groups // problem.batch_size) + 1)
     return Split(num_m_tiles, units, cta_groups, 0, slots, partial_rows, teams, slots > 0 and in_place)
@@ -260,12 +267,16 @@ def _num_cta_groups(units: int, resident: int) -> int:
 
     units: CTAs of a group; resident: CTAs that run at once.
     """
-
-    def used(cta_groups: int) -> float:
-        ctas = cta_groups * units
-        return ctas / (-(-ctas // resident) * resident)
-
     candidates = range(1, max(1, _MAX_WAVES * resident // max(units, 1)) + 1)
     once = max(1, resident // max(units, 1))
-    best = max(used(cta_groups) for cta_groups in candidates)
-    return once if used(once) >= _ENOUGH_USED * best else next(n for n in candidates if used(n) >= _ENOUGH_USED * best)
+    enough = _ENOUGH_USED * max(_used(cta_groups * units, resident) for cta_groups in candidates)
+    return (
+        once
+        if _used(once * units, resident) >= enough
+        else next(n for n in candidates if _used(n * units, resident) >= enough)
+    )
+
+
+def _used(ctas: int, resident: int) -> float:
+    """How much of the GPU so many CTAs keep busy, until the last wave ends."""
+    return ctas / (-(-ctas // resident) * resident) if ctas else 0.0

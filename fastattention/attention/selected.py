@@ -1,0 +1,215 @@
+"""fast_attn_selected_func: attention to the keys that each query selects, as indexers of sparse attention choose them.
+
+A selected key is a page of one token, and a query a sequence of its own whose block table are its indices. So such a
+call is one with a cache of pages (fast_attn_with_kvcache). Every backend that reads pages serves it, and its cost is
+proportional to the number of selected keys. No tensor has a row of all keys for each query.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.attention.function import attention_function
+from fastattention.attention.operators import ATTENTION_KVCACHE
+from fastattention.attention.problem import AttentionOutput
+from fastattention.attention.rows import Rows, as_rows
+from fastattention.attention.validation import KvCacheArguments, lengths
+from fastattention.attention.validation.common import read_options
+from fastattention.engine.checks import check_device, check_index, check_rank, read_flag, spec_of
+from fastattention.engine.eager import runs_eagerly
+from fastattention.engine.kinds import check_readable
+from fastattention.errors import ArgumentError
+
+
+@attention_function
+def fast_attn_selected_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Exact attention of each query to the keys that its indices name, for all heads.
+
+    - `q`: (batch_size, seqlen_q, nheads, headdim); with cu_seqlens_q (total_q, nheads, headdim)
+    - `k`: (batch_size, seqlen_k, nheads_k, headdim); with cu_seqlens_k (total_k, nheads_k, headdim); with block_table
+        pages (num_blocks, page_block_size, nheads_k, headdim)
+    - `v`: as k, with headdim_v; or `k[..., :headdim_v]`, as in latent attention
+    - `indices`: int32 or int64 (batch_size, seqlen_q, topk), with cu_seqlens_q (total_q, topk): positions of keys
+        within the sequence of the query, in any order. -1 is no key. A key that is named twice counts twice.
+    - `causal`: drops keys behind the query; aligned to the bottom right, so the last query may see every key.
+    - `seqused_k`: int32 (batch_size,), how many tokens of each sequence there are; None means all. Needed with
+        block_table, whose rows may hold more.
+
+    Queries and keys of one call may be varlen or not, independently. The other arguments are those of all functions.
+    Keys at or after the end of their sequence are errors on the CPU. On a GPU they are dropped, as -1 is. There is no
+    backward. A query without keys gives out 0 and lse -inf.
+
+    Returns out (batch_size, seqlen_q, nheads, headdim_v), for varlen queries (total_q, nheads, headdim_v); with
+    return_lse (out, lse), lse as of the other functions. Raises as they do.
+    """
+    try:
+        queries = as_rows("q", q, cu_seqlens_q)
+        keys = _KeySlots.of(k, v, (k_scale, v_scale), cu_seqlens_k, block_table)
+        chosen = _chosen(queries, keys, indices, seqused_k, read_flag("causal", causal))
+    except (RuntimeError, TypeError):
+        check_readable({"q": q, "k": k, "v": v, "indices": indices})
+        raise
+    given = KvCacheArguments(
+        queries.rows[:, None], keys.k, keys.v, cache_seqlens=chosen.counts, block_table=chosen.slots, sinks=sinks,
+        k_scale=keys.k_scale, v_scale=keys.v_scale,
+    )  # fmt: skip
+    options = read_options(softmax_scale, False, (-1, -1), softcap, return_lse=return_lse)
+
+    def returned(result: AttentionOutput) -> Any:
+        out = result.out[:, 0]
+        if not return_lse:
+            return queries.back(out)
+        assert result.lse is not None
+        out, lse = queries.back((out, result.lse[..., 0].T))
+        return out, lse.contiguous()
+
+    return ATTENTION_KVCACHE, given, options, backend, returned
+
+
+class _KeySlots(NamedTuple):
+    """Keys and values as pages of one token: slots. The slots of a sequence, or of a given page, follow one another."""
+
+    k: Tensor  # (num_slots, 1, nheads_k, headdim)
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    seqlen: int | None  # tokens of a sequence; None where cu_seqlens_k or block_table say where they are
+    step: int  # slots from a sequence, or a page, to the next
+    cu_seqlens: Tensor | None  # int32 (batch_size + 1,)
+    block_table: Tensor | None  # int32 (batch_size, max_blocks_per_seq)
+    page_block_size: int
+
+    @classmethod
+    def of(
+        cls, k: Tensor, v: Tensor, scales: tuple[Tensor | None, Tensor | None], cu_seqlens: Tensor | None,
+        block_table: Tensor | None,
+    ) -> _KeySlots:  # fmt: skip
+        """The slots of keys and values, without copying them where tokens of all sequences have slots of one size."""
+        if cu_seqlens is not None and block_table is not None:
+            raise ArgumentError("cu_seqlens_k and block_table cannot be given together; seqused_k has lengths of pages")
+        axes = "total_k, nheads_k, headdim"
+        if cu_seqlens is None:
+            axes = axes.replace(
+                "total_k", "batch_size, seqlen_k" if block_table is None else "num_blocks, page_block_size"
+            )
+        for name, x in (("k", k), ("v", v)):
+            check_rank(name, spec_of(name, x), axes)
+        if k.shape[:-2] != v.shape[:-2]:
+            raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+        every = [x for x in (k, v, *scales) if x is not None]
+        if cu_seqlens is not None:
+            slots, step, seqlen = [x[:, None] for x in every], 0, None
+        else:
+            slots, step = _as_slots(every)
+            seqlen = k.shape[1]
+        first, second, *given = slots
+        of_k = given.pop(0) if scales[0] is not None else None
+        of_v = given.pop(0) if scales[1] is not None else None
+        is_paged = block_table is not None
+        return cls(first, second, of_k, of_v, None if is_paged else seqlen, step, cu_seqlens, block_table, seqlen or 0)
+
+
+def _as_slots(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
+    """Tensors (batch_size, seqlen, ...) as (num_slots, 1, ...), and the slots from a sequence to the next."""
+    batch_size, seqlen = tensors[0].shape[:2]
+    steps = {divmod(x.stride(0), x.stride(1) or 1) for x in tensors}
+    (step, rest), *others = steps
+    if others or rest or step == seqlen or batch_size < 2 or not runs_eagerly(*tensors):
+        return [x.flatten(0, 1)[:, None] for x in tensors], seqlen
+    # Rows of a cache with room for more tokens: all of its slots are one tensor.
+    num_slots = (batch_size - 1) * step + seqlen
+    return [
+        x.as_strided((num_slots, 1, *x.shape[2:]), (x.stride(1), x.stride(1), *x.stride()[2:])) for x in tensors
+    ], step
+
+
+class _Chosen(NamedTuple):
+    """The keys of each query."""
+
+    slots: Tensor  # int32 (total_q, topk): the first `counts` of each row are slots, in the order of indices
+    counts: Tensor  # int32 (total_q,)
+
+
+def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, used: Tensor | None, causal: bool) -> _Chosen:
+    """Drops what is no key, and finds the slots of the others."""
+    q = spec_of("q", queries.rows)
+    total_q, batch_size = q.shape[0], queries.cu_seqlens.shape[0] - 1
+    if queries.batch is not None and spec_of("indices", indices).shape[:2] == queries.batch:
+        indices = indices.flatten(0, 1)
+    found = spec_of("indices", indices)
+    if found.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"indices must be int32 or int64, got {found.dtype}")
+    check_device("indices", found, q)
+    if len(found.shape) != 2 or found.shape[0] != total_q:
+        raise ArgumentError(
+            f"indices must be (batch_size, seqlen_q, topk), or (total_q, topk), got {tuple(found.shape)}"
+        )
+    tokens = torch.arange(total_q, dtype=torch.int32, device=q.device)
+    sequences = torch.searchsorted(queries.cu_seqlens[1:], tokens, right=True)
+    lengths_k = _lengths(keys, used, q, batch_size)
+    limits = lengths_k[sequences]
+    if causal:
+        limits = limits - (queries.cu_seqlens[1:][sequences] - 1 - tokens)
+    if lengths.are_checked(queries.rows) and runs_eagerly(queries.rows, indices):
+        _check_numbers(indices, lengths_k[sequences])
+    seen = (indices >= 0) & (indices < limits[:, None])
+    places = seen.cumsum(1)
+    positions = torch.where(seen, indices, 0)
+    if keys.block_table is not None:
+        pages = keys.block_table[sequences[:, None], positions // keys.page_block_size]
+        slots = pages * keys.step + positions % keys.page_block_size
+    else:
+        first = sequences * keys.step if keys.cu_seqlens is None else keys.cu_seqlens[sequences]
+        slots = first[:, None] + positions
+    # Keys that are dropped go to a column behind those of each row.
+    topk = indices.shape[1]
+    table = torch.zeros(total_q, topk + 1, dtype=torch.int32, device=q.device)
+    table.scatter_(1, torch.where(seen, places - 1, topk), slots.to(torch.int32))
+    return _Chosen(table[:, :topk], seen.sum(1, dtype=torch.int32))
+
+
+def _lengths(keys: _KeySlots, used: Tensor | None, q: Any, batch_size: int) -> Tensor:
+    """Tokens of each sequence that there are, int32 (batch_size,)."""
+    if used is not None:
+        check_index("seqused_k", spec_of("seqused_k", used), q, (batch_size,), "batch_size")
+    if keys.block_table is not None:
+        check_index(
+            "block_table", spec_of("block_table", keys.block_table), q, (batch_size, -1), "batch_size, max_blocks"
+        )
+        if used is None:
+            raise ArgumentError("seqused_k must be given with block_table: it has the lengths of sequences")
+        return used
+    if keys.cu_seqlens is not None:
+        check_index("cu_seqlens_k", spec_of("cu_seqlens_k", keys.cu_seqlens), q, (batch_size + 1,), "batch_size + 1")
+        return keys.cu_seqlens.diff() if used is None else used
+    assert keys.seqlen is not None
+    return torch.full((batch_size,), keys.seqlen, dtype=torch.int32, device=q.device) if used is None else used
+
+
+def _check_numbers(indices: Tensor, lengths_k: Tensor) -> None:
+    wrong = (indices < -1) | (indices >= lengths_k[:, None])
+    if wrong.any():
+        row, column = (int(x) for x in wrong.nonzero()[0])
+        key, count = int(indices[row, column]), int(lengths_k[row])
+        raise ArgumentError(f"indices name key {key} for query {row}, whose sequence has {count} keys; -1 is no key")

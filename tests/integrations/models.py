@@ -36,6 +36,12 @@ _SIZES: dict[str, Any] = {
 _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
 _WINDOWED = {**_DECODER, "sliding_window": WINDOW}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "tie_word_embeddings": False, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_INDEXER = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
     "qwen3": _DECODER,
@@ -51,8 +57,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
         "decoder_start_token_id": 0, "eos_token_id": None,
     },
+    # Latents; the last two select keys by an indexer.
+    "deepseek_v3": {**_SIZES, **_LATENTS},
+    "deepseek_v32": {**_SIZES, **_LATENTS, **_INDEXER},
+    "glm_moe_dsa": {**_SIZES, **_LATENTS, **_INDEXER},
 }  # fmt: skip
 
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 DECODERS = ("llama", "gemma2", "gpt_oss", "mistral", "qwen3")
 ENCODERS = ("bert", "modernbert")
 

@@ -9,8 +9,9 @@ that these cannot express. The attention function (attention.py) runs once a lay
 FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has MicroBatchedCache,
 a cache of two halves of a batch, and `overlapped`, under which both are computed at once. block_sparse.py has
 `sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. linear_attention.py serves
-the linear layers of models such as Qwen3-Next and Bamba, by the functions of linear_layers.py. model_source.py inspects
-how the code of models computes attention. serving/ is the server. versions.py knows what Transformers has renamed, and
+the linear layers of models such as Qwen3-Next and Bamba, by the functions of linear_layers.py. latents.py lets models
+such as DeepSeek V3 attend to the latents that they cache. model_source.py inspects how the code of models computes
+attention. serving/ is the server. versions.py knows what Transformers has renamed, and
 warns of versions that are too old.
 docs/guides/transformers.md tells users what is covered, and at what cost.
 """

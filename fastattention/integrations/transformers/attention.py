@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastattention.attention.interface import fast_attn_func
+from fastattention.attention.selected import fast_attn_selected_func
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.pair_masks import pair_mask_of
 from fastattention.integrations.transformers.block_sparse import prefill_functions
+from fastattention.integrations.transformers.latents import Latents
 from fastattention.integrations.transformers.masks import (
     AT_ONCE,
     DenseMask,
@@ -36,8 +38,8 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 def fast_attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | StoredTokens,
-    value: Tensor | StoredTokens,
+    key: Tensor | StoredTokens | Latents,
+    value: Tensor | StoredTokens | Latents,
     attention_mask: SequenceMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -54,7 +56,8 @@ def fast_attention_forward(
 
     query: (batch_size, nheads, seqlen_q, headdim)
     key, value: (batch_size, nheads_k, seqlen_k, headdim or headdim_v); nheads_k divides nheads, heads are not repeated.
-        A FastAttentionCache gives StoredTokens in their place, to which new tokens are appended.
+        A FastAttentionCache gives StoredTokens in their place, to which new tokens are appended. Models that cache
+        latents give Latents.
     attention_mask: what the mask function returned; or a tensor that broadcasts to (batch_size, nheads, seqlen_q,
         seqlen_k), bool (True is seen) or added to the scores. Either alone decides what is seen. For None, is_causal
         (by default the module's attribute) and sliding_window (in keys, the query's own included) decide.
@@ -73,8 +76,24 @@ def fast_attention_forward(
     has_more = not _MEANINGFUL.isdisjoint(kwargs)
     if has_more:
         _check_unsupported(kwargs)
+    if isinstance(key, Latents):
+        if key.is_expanded_for(query, None if indices is None else indices.shape[-1]):
+            key, value = key.expanded()
+        else:
+            k, v = key.keys_and_values()
+            out, _ = fast_attention_forward(
+                module, key.absorbed(query), k, v, attention_mask, dropout,
+                query.shape[-1] ** -0.5 if scaling is None else scaling, is_causal, sliding_window, softcap, s_aux,
+                position_bias, indices, functions, **kwargs,
+            )  # fmt: skip
+            return key.projected(out), None
     if indices is not None:
-        attention_mask = _selected(attention_mask, indices, query, key)
+        mask = _checked_mask(attention_mask, indices, query, key)
+        if key.shape[1] == 1 or query.shape[2] == 1:
+            assert isinstance(key, Tensor)
+            assert isinstance(value, Tensor)
+            return _attend_to_selected(query, key, value, mask, indices, scaling, softcap, s_aux, dropout), None
+        attention_mask = _with_selected(mask, indices, key.shape[2])
     functions = prefill_functions(functions, module, query, key, attention_mask)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
@@ -120,8 +139,10 @@ def _check_unsupported(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _selected(mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens) -> Tensor:
-    """The mask with all keys hidden that were not selected, as models with an indexer make it for eager attention."""
+def _checked_mask(
+    mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens
+) -> Tensor:
+    """The mask of a model with an indexer, which computes with it as well."""
     shape = (query.shape[0], query.shape[2])
     if isinstance(key, StoredTokens) or not isinstance(mask, Tensor) or tuple(indices.shape[:-1]) != shape:
         raise UnsupportedError(
@@ -129,8 +150,30 @@ def _selected(mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor
             f"a cache of Transformers, and shape {shape} followed by the number of keys; load the model with "
             "attn_implementation='eager'"
         )
-    seen = indices.new_zeros((*shape, key.shape[2]), dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+    return mask
+
+
+def _with_selected(mask: Tensor, indices: Tensor, seqlen_k: int) -> Tensor:
+    """The mask with all keys hidden that were not selected, as models with an indexer make it for eager attention."""
+    seen = indices.new_zeros((*indices.shape[:2], seqlen_k), dtype=torch.bool).scatter(-1, indices.long(), True)[
+        :, None
+    ]
     return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+
+def _attend_to_selected(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, indices: Tensor, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    """Attention to the selected keys alone, but for those that the mask hides. Indexers fill up with such keys."""
+    if dropout:
+        raise UnsupportedError("dropout is not served with indices; load the model with attn_implementation='eager'")
+    hides = ~mask if mask.dtype is torch.bool else mask < 0.5 * torch.finfo(mask.dtype).min
+    hidden = hides.expand(query.shape[0], 1, query.shape[2], key.shape[2])[:, 0].gather(-1, indices.long())
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return fast_attn_selected_func(
+        q, k, v, torch.where(hidden, -1, indices), scaling, softcap=softcap or 0.0, sinks=sinks
+    )
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> tuple[bool, Window]:

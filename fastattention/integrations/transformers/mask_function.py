@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_tracing
 
 from fastattention.errors import ArgumentError
 from fastattention.host_numbers import constant
+from fastattention.integrations.transformers.latents import serve_latents
 from fastattention.integrations.transformers.masks import (
     CachedMask,
     DenseMask,
@@ -57,6 +58,7 @@ def fast_attention_mask(
     if isinstance(attention_mask, SequenceMask):
         return attention_mask  # `generate` made it for the forward pass that now asks for it
     require_dispatch(config)
+    serve_latents(config)
     static = isinstance(q_offset, Tensor)
     if isinstance(q_offset, Tensor) and not is_tracing(q_offset):
         q_offset = int(q_offset)  # a static cache counts on the device, and later changes this tensor

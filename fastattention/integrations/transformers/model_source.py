@@ -39,7 +39,7 @@ def require_dispatch(config: object | None) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _check_dispatch(config_class: type) -> None:
-    modeling = _modeling_of(config_class)
+    modeling = modeling_of(config_class)
     if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
         return
     for name, member in vars(modeling).items():
@@ -64,7 +64,7 @@ def matrix_needed(config: object | None) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _find_matrix(config_class: type) -> str | None:
-    modeling = _modeling_of(config_class)
+    modeling = modeling_of(config_class)
     if modeling is None:
         return None
     try:
@@ -116,7 +116,7 @@ def _is_mask(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == MASK
 
 
-def _modeling_of(config_class: type) -> ModuleType | None:
+def modeling_of(config_class: type) -> ModuleType | None:
     """The module of the model with this configuration, if it has been imported."""
     package, _, module = config_class.__module__.rpartition(".")
     return sys.modules.get(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")

@@ -1,0 +1,117 @@
+"""Models that cache latents (MLA): DeepSeek V2 to V3.2, GLM-4.7, Kimi-Linear, LongCat and others.
+
+Their attention modules expand keys and values of all heads from all latents in every forward pass, by `expand_kv`, and
+then ask for attention. Here `expand_kv` hands the latents on as they are. The attention function expands them where
+that is cheaper, as for prompts. Otherwise queries absorb the projection of keys, and attend to latents as one key head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattention.integrations.transformers.model_source import modeling_of
+from fastattention.integrations.transformers.versions import NAME
+
+Expanded = tuple[Tensor, Tensor]  # keys and values of all heads
+
+
+class Latents:
+    """The keys and values of a layer before their expansion. Modules read their shape before they ask for attention."""
+
+    def __init__(self, module: Any, kv: Tensor, rotated: Tensor, expand: Callable[[], Expanded]) -> None:
+        """kv: (batch_size, 1, seqlen_k, rank); rotated: (batch_size, 1, seqlen_k, rope), a part of all heads' keys."""
+        self._kv, self._rotated, self.expanded = kv, rotated, expand
+        self._headdim_nope, self._headdim_v = module.qk_nope_head_dim, module.v_head_dim
+        self._weight: Tensor = module.kv_b_proj.weight  # (nheads * (headdim_nope + headdim_v), rank)
+        self.nheads = self._weight.shape[0] // (self._headdim_nope + self._headdim_v)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of expanded keys: (batch_size, nheads, seqlen_k, headdim)."""
+        batch_size, _, seqlen_k, rope = self._rotated.shape
+        return batch_size, self.nheads, seqlen_k, self._headdim_nope + rope
+
+    def is_expanded_for(self, query: Tensor, topk: int | None) -> bool:
+        """Whether expanded keys and values take fewer operations for these queries (or a gradient is wanted).
+
+        Expansion multiplies every token by the projections, and absorption every query. A pair of a query and a key
+        then takes headdim + headdim_v products, or 2 rank + rope with latents. Of these, each query reads only the topk
+        keys that an indexer has selected for it. That would be slower with keys of all heads.
+        """
+        tensors = (query, self._kv, self._rotated, self._weight)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return True
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+            return True
+        seqlen_q, (_, _, seqlen_k, headdim), rank = query.shape[2], self.shape, self._kv.shape[-1]
+        projections = rank * (self._headdim_nope + self._headdim_v)
+        pairs = seqlen_q * (seqlen_k - seqlen_q / 2)
+        expanded = seqlen_k * projections + pairs * (headdim + self._headdim_v)
+        seen = pairs if topk is None else min(pairs, seqlen_q * topk)
+        return bool(expanded < seqlen_q * projections + seen * (2 * rank + self._rotated.shape[-1]))
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Queries (batch_size, nheads, seqlen_q, headdim) with the projection of keys: (..., rank + rope)."""
+        plain, rotated = query[..., : self._headdim_nope], query[..., self._headdim_nope :]
+        return torch.cat((plain @ self._projections()[:, : self._headdim_nope], rotated), dim=-1)
+
+    def keys_and_values(self) -> Expanded:
+        """Latents as one key head, (batch_size, 1, seqlen_k, rank + rope), and its first elements as values."""
+        keys = torch.cat((self._kv, self._rotated), dim=-1)
+        return keys, keys[..., : self._kv.shape[-1]]
+
+    def projected(self, out: Tensor) -> Tensor:
+        """The result of all heads, (batch_size, seqlen_q, nheads, headdim_v), from that over latents."""
+        of_values = self._projections()[:, self._headdim_nope :].transpose(1, 2)
+        return (out.transpose(1, 2) @ of_values).transpose(1, 2).contiguous()
+
+    def _projections(self) -> Tensor:
+        return self._weight.view(self.nheads, -1, self._kv.shape[-1])
+
+
+def serve_latents(config: object | None) -> None:
+    """Makes modules of this configuration's model hand on latents, while their implementation is fast_attention."""
+    if type(config) not in _served:
+        _wrap_modules(type(config))
+        _served.add(type(config))
+
+
+_served: set[type] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _wrap_modules(config_class: type) -> None:
+    modeling = modeling_of(config_class)
+    for member in vars(modeling).values() if modeling is not None else ():
+        if isinstance(member, type) and issubclass(member, nn.Module) and "expand_kv" in vars(member):
+            of_class: Any = member
+            of_class.expand_kv = _handing_on(of_class.expand_kv)
+
+
+def _handing_on(expand_kv: Callable[..., Expanded]) -> Callable[..., Any]:
+    @functools.wraps(expand_kv)
+    def handed_on(self: Any, kv_nope: Any, k_rot: Any) -> Any:
+        if self.config._attn_implementation != NAME or not _is_plain(self, kv_nope, k_rot):
+            return expand_kv(self, kv_nope, k_rot)
+        latents = Latents(self, kv_nope, k_rot, functools.partial(expand_kv, self, kv_nope, k_rot))
+        return latents, latents
+
+    return handed_on
+
+
+def _is_plain(module: Any, kv: Any, rotated: Any) -> bool:
+    """Whether the projection is a matrix in the dtype of the latents, and not one that is quantized or adapted."""
+    projection, kind = module.kv_b_proj, type(module.kv_b_proj)
+    return (
+        kind is nn.Linear
+        and projection.bias is None
+        and isinstance(kv, Tensor)
+        and isinstance(rotated, Tensor)
+        and projection.weight.dtype is kv.dtype is rotated.dtype
+        and projection.weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim) == 0
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
+from fastattention.integrations.transformers import latents
 from fastattention.integrations.transformers.latents import Latents
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
@@ -115,22 +117,44 @@ def test_what_takes_fewer_operations_is_chosen(seqlen_q: int, seqlen_k: int, top
         assert latents_of(seqlen_k).is_expanded_for(query, topk) is expanded
 
 
-def test_keys_of_all_heads_are_expanded_where_the_projection_is_no_plain_matrix(choices: Choices) -> None:
-    class Adapted(nn.Linear):
-        """As an adapter or a quantized layer, whose weight is not all there is."""
+class Adapted(nn.Linear):
+    """As an adapter or a quantized layer, whose weight is not all there is."""
 
-    fast = pair("deepseek_v3").fast
-    with torch.no_grad():
-        expected, _ = stepwise(fast, "none", "dynamic")
-    before = len(choices)
-    projections = [layer.self_attn.kv_b_proj for layer in fast.model.layers]
-    for projection in projections:
-        projection.__class__ = Adapted
+
+@contextmanager
+def adapted(projection: nn.Linear) -> Iterator[None]:
+    projection.__class__ = Adapted
     try:
-        with torch.no_grad():
-            found, _ = stepwise(fast, "none", "dynamic")
+        yield
     finally:
-        for projection in projections:
-            projection.__class__ = nn.Linear
+        projection.__class__ = nn.Linear
+
+
+@contextmanager
+def hooked(projection: nn.Linear) -> Iterator[None]:
+    with projection.register_forward_pre_hook(lambda *_: None):
+        yield
+
+
+@pytest.mark.parametrize("changed", [adapted, hooked])
+def test_keys_of_all_heads_are_expanded_where_the_projection_is_no_plain_matrix(
+    changed: Callable[[Any], AbstractContextManager[None]], choices: Choices
+) -> None:
+    fast = pair("deepseek_v3").fast
+    with torch.no_grad(), ExitStack() as stack:
+        expected, _ = stepwise(fast, "none", "dynamic")
+        before = len(choices)
+        for layer in fast.model.layers:
+            stack.enter_context(changed(layer.self_attn.kv_b_proj))
+        found, _ = stepwise(fast, "none", "dynamic")
     assert len(choices) == before
     assert_same(found, expected)
+
+
+def test_a_module_is_wrapped_once() -> None:
+    fast = pair("deepseek_v3").fast
+    stepwise(fast, "none", "dynamic")
+    of_class = type(fast.model.layers[0].self_attn)
+    wrapped = of_class.expand_kv
+    latents._wrap_modules(type(fast.config))
+    assert of_class.expand_kv is wrapped

@@ -18,6 +18,7 @@ from fastattention.integrations.transformers.model_source import modeling_of
 from fastattention.integrations.transformers.versions import NAME
 
 Expanded = tuple[Tensor, Tensor]  # keys and values of all heads
+_served: set[type] = set()  # classes of configurations whose modules have been wrapped
 
 
 class Latents:
@@ -81,16 +82,15 @@ def serve_latents(config: object | None) -> None:
         _served.add(type(config))
 
 
-_served: set[type] = set()
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _wrap_modules(config_class: type) -> None:
     modeling = modeling_of(config_class)
     for member in vars(modeling).values() if modeling is not None else ():
-        if isinstance(member, type) and issubclass(member, nn.Module) and "expand_kv" in vars(member):
-            of_class: Any = member
-            of_class.expand_kv = _handing_on(of_class.expand_kv)
+        expand_kv = (
+            vars(member).get("expand_kv") if isinstance(member, type) and issubclass(member, nn.Module) else None
+        )
+        if expand_kv is not None and not hasattr(expand_kv, "hands_on_latents"):
+            member.expand_kv = _handing_on(expand_kv)
 
 
 def _handing_on(expand_kv: Callable[..., Expanded]) -> Callable[..., Any]:
@@ -101,17 +101,23 @@ def _handing_on(expand_kv: Callable[..., Expanded]) -> Callable[..., Any]:
         latents = Latents(self, kv_nope, k_rot, functools.partial(expand_kv, self, kv_nope, k_rot))
         return latents, latents
 
+    handed_on.hands_on_latents = True  # type: ignore[attr-defined]
     return handed_on
 
 
 def _is_plain(module: Any, kv: Any, rotated: Any) -> bool:
-    """Whether the projection is a matrix in the dtype of the latents, and not one that is quantized or adapted."""
+    """Whether the projection is a matrix beside the latents: none that is quantized, adapted, sharded or offloaded."""
     projection, kind = module.kv_b_proj, type(module.kv_b_proj)
+    if (
+        kind is not nn.Linear
+        or projection.bias is not None
+        or not (isinstance(kv, Tensor) and isinstance(rotated, Tensor))
+    ):
+        return False
+    weight = projection.weight
     return (
-        kind is nn.Linear
-        and projection.bias is None
-        and isinstance(kv, Tensor)
-        and isinstance(rotated, Tensor)
-        and projection.weight.dtype is kv.dtype is rotated.dtype
-        and projection.weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim) == 0
+        type(weight) is nn.Parameter
+        and (weight.dtype, weight.device) == (kv.dtype, kv.device) == (rotated.dtype, rotated.device)
+        and weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim) == 0
+        and not (projection._forward_pre_hooks or projection._forward_hooks or hasattr(projection, "_hf_hook"))
     )

@@ -90,15 +90,14 @@ def fast_attn_selected_func(
 class _KeySlots(NamedTuple):
     """Keys and values as pages of one token: slots. The slots of a sequence, or of a given page, follow one another."""
 
-    k: Tensor  # (num_slots, 1, nheads_k, headdim)
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    seqlen: int | None  # tokens of a sequence; None where cu_seqlens_k or block_table say where they are
-    step: int  # slots from a sequence, or a page, to the next
     cu_seqlens: Tensor | None  # int32 (batch_size + 1,)
     block_table: Tensor | None  # int32 (batch_size, max_blocks_per_seq)
-    page_block_size: int
+    seqlen: int  # tokens of a sequence, or of a page; 0 with cu_seqlens
+    step: int  # slots from a sequence, or a page, to the next
+    k: Tensor  # (num_slots, 1, nheads_k, headdim)
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @classmethod
     def of(
@@ -117,17 +116,12 @@ class _KeySlots(NamedTuple):
             check_rank(name, spec_of(name, x), axes)
         if k.shape[:-2] != v.shape[:-2]:
             raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-        every = [x for x in (k, v, *scales) if x is not None]
+        every = zip(("k", "v", "k_scale", "v_scale"), (k, v, *scales), strict=True)
+        given = {name: x for name, x in every if x is not None}
         if cu_seqlens is not None:
-            slots, step, seqlen = [x[:, None] for x in every], 0, None
-        else:
-            slots, step = _as_slots(every)
-            seqlen = k.shape[1]
-        first, second, *given = slots
-        of_k = given.pop(0) if scales[0] is not None else None
-        of_v = given.pop(0) if scales[1] is not None else None
-        is_paged = block_table is not None
-        return cls(first, second, of_k, of_v, None if is_paged else seqlen, step, cu_seqlens, block_table, seqlen or 0)
+            return cls(cu_seqlens, None, 0, 0, **{name: x[:, None] for name, x in given.items()})
+        slots, step = _as_slots(list(given.values()))
+        return cls(None, block_table, k.shape[1], step, **dict(zip(given, slots, strict=True)))
 
 
 def _as_slots(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
@@ -177,8 +171,8 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, used: Tensor | None
     places = seen.cumsum(1)
     positions = torch.where(seen, indices, 0)
     if keys.block_table is not None:
-        pages = keys.block_table[sequences[:, None], positions // keys.page_block_size]
-        slots = pages * keys.step + positions % keys.page_block_size
+        pages = keys.block_table[sequences[:, None], positions // keys.seqlen]
+        slots = pages * keys.step + positions % keys.seqlen
     else:
         first = sequences * keys.step if keys.cu_seqlens is None else keys.cu_seqlens[sequences]
         slots = first[:, None] + positions
@@ -203,7 +197,6 @@ def _lengths(keys: _KeySlots, used: Tensor | None, q: Any, batch_size: int) -> T
     if keys.cu_seqlens is not None:
         check_index("cu_seqlens_k", spec_of("cu_seqlens_k", keys.cu_seqlens), q, (batch_size + 1,), "batch_size + 1")
         return keys.cu_seqlens.diff() if used is None else used
-    assert keys.seqlen is not None
     return torch.full((batch_size,), keys.seqlen, dtype=torch.int32, device=q.device) if used is None else used
 
 

@@ -24,7 +24,7 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def every_tensor(*names: str) -> pytest.MarkDecorator:
-    """Those among `names` that each rule takes."""
+    """The tensors among `names` that each rule takes."""
     given = {rule: LinearCase(rule, seqlen=1).tensors(torch.float32) for rule in RULES}
     return pytest.mark.parametrize(
         ("rule", "name"), [(rule, name) for rule in RULES for name in names if getattr(given[rule], name) is not None]

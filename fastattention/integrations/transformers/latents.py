@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattention.integrations.transformers.model_source import modeling_of
+from fastattention.integrations.transformers.model_source import modeling_of, once_for_each_class
 from fastattention.integrations.transformers.versions import NAME
 
 Expanded = tuple[Tensor, Tensor]  # keys and values of all heads
-_served: set[type] = set()  # classes of configurations whose modules have been wrapped
 
 
 class Latents:
@@ -33,7 +32,7 @@ class Latents:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of expanded keys: (batch_size, nheads, seqlen_k, headdim)."""
+        """The shape of expanded keys: (batch_size, nheads, seqlen_k, headdim)."""
         batch_size, _, seqlen_k, rope = self._rotated.shape
         return batch_size, self.nheads, seqlen_k, self._headdim_nope + rope
 
@@ -75,22 +74,16 @@ class Latents:
         return self._weight.view(self.nheads, -1, self._kv.shape[-1])
 
 
-def serve_latents(config: object | None) -> None:
+@once_for_each_class
+def serve_latents(config_class: type) -> None:
     """Makes modules of this configuration's model hand on latents, while their implementation is fast_attention."""
-    if type(config) not in _served:
-        _wrap_modules(type(config))
-        _served.add(type(config))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _wrap_modules(config_class: type) -> None:
     modeling = modeling_of(config_class)
-    for member in vars(modeling).values() if modeling is not None else ():
-        expand_kv = (
-            vars(member).get("expand_kv") if isinstance(member, type) and issubclass(member, nn.Module) else None
-        )
+    members = [] if modeling is None else list(vars(modeling).values())
+    modules: list[Any] = [member for member in members if isinstance(member, type) and issubclass(member, nn.Module)]
+    for module in modules:
+        expand_kv = vars(module).get("expand_kv")
         if expand_kv is not None and not hasattr(expand_kv, "hands_on_latents"):
-            member.expand_kv = _handing_on(expand_kv)
+            module.expand_kv = _handing_on(expand_kv)
 
 
 def _handing_on(expand_kv: Callable[..., Expanded]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -23,22 +23,32 @@ MASK = "attention_mask"  # the name of a mask in every attention module of Trans
 # Attributes and methods of a mask that may be used without computing with it.
 _ASKED = ("shape", "ndim", "dtype", "device", "dim", "size")
 
-_dispatching: set[type] = set()
-_matrices: dict[type, str | None] = {}
+Found = TypeVar("Found")
 
 
-def require_dispatch(config: object | None) -> None:
+def once_for_each_class(inspect_class: Callable[[type], Found]) -> Callable[[object | None], Found]:
+    """Makes a function of configurations of one of their classes, which it calls once for each that does not raise.
+
+    torch.compile takes the result as a constant.
+    """
+    constant = torch.compiler.assume_constant_result(inspect_class)  # type: ignore[no-untyped-call]
+    found: dict[type, Found] = {}
+
+    @functools.wraps(inspect_class)
+    def of_configuration(config: object | None) -> Found:
+        if type(config) not in found:
+            found[type(config)] = constant(type(config))
+        return found[type(config)]
+
+    return of_configuration
+
+
+@once_for_each_class
+def require_dispatch(config_class: type) -> None:
     """Raises UnsupportedError when the model of this configuration computes its attention by itself.
 
     Such a model would let fast_attention make its mask, and then add a bool tensor to its scores.
     """
-    if type(config) not in _dispatching:
-        _check_dispatch(type(config))
-        _dispatching.add(type(config))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _check_dispatch(config_class: type) -> None:
     modeling = modeling_of(config_class)
     if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
         return
@@ -50,20 +60,14 @@ def _check_dispatch(config_class: type) -> None:
             )
 
 
-def matrix_needed(config: object | None) -> str | None:
+@once_for_each_class
+def matrix_needed(config_class: type) -> str | None:
     """The matrix that the code of this model needs as a mask: None, "bool" for that of SDPA, "float" for that of eager.
 
     A matrix is needed where the code changes a mask before it hands it to the attention function, as models with an
     indexer do, or says that it needs one. DeepSeek-V4 appends a bias to it, and has no SDPA, so its mask must be one
     that is added to scores.
     """
-    if type(config) not in _matrices:
-        _matrices[type(config)] = _find_matrix(type(config))
-    return _matrices[type(config)]
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _find_matrix(config_class: type) -> str | None:
     modeling = modeling_of(config_class)
     if modeling is None:
         return None

@@ -270,11 +270,7 @@ def _num_cta_groups(units: int, resident: int) -> int:
     candidates = range(1, max(1, _MAX_WAVES * resident // max(units, 1)) + 1)
     once = max(1, resident // max(units, 1))
     enough = _ENOUGH_USED * max(_used(cta_groups * units, resident) for cta_groups in candidates)
-    return (
-        once
-        if _used(once * units, resident) >= enough
-        else next(n for n in candidates if _used(n * units, resident) >= enough)
-    )
+    return next(n for n in itertools.chain([once], candidates) if _used(n * units, resident) >= enough)
 
 
 def _used(ctas: int, resident: int) -> float:

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
         if isinstance(result, Tensor):
             return result.view(*self.batch, *result.shape[1:])
         out, lse, *rest = result
-        return self.back(out), lse.view(-1, *self.batch).transpose(0, 1), *rest
+        return self.back(out), lse.view(-1, *self.batch).transpose(0, 1).contiguous(), *rest
 
 
 def as_rows(name: str, tensor: Tensor, cu_seqlens: Tensor | None = None, longest: int | None = None) -> Rows:

@@ -81,8 +81,7 @@ def fast_attn_selected_func(
         if not return_lse:
             return queries.back(out)
         assert result.lse is not None
-        out, lse = queries.back((out, result.lse[..., 0].T))
-        return out, lse.contiguous()
+        return queries.back((out, result.lse[..., 0].T.contiguous()))
 
     return ATTENTION_KVCACHE, given, options, backend, returned
 
@@ -92,6 +91,7 @@ class _KeySlots(NamedTuple):
 
     cu_seqlens: Tensor | None  # int32 (batch_size + 1,)
     block_table: Tensor | None  # int32 (batch_size, max_blocks_per_seq)
+    batch_size: int  # of sequences, or of pages; 0 with cu_seqlens
     seqlen: int  # tokens of a sequence, or of a page; 0 with cu_seqlens
     step: int  # slots from a sequence, or a page, to the next
     k: Tensor  # (num_slots, 1, nheads_k, headdim)
@@ -119,9 +119,9 @@ class _KeySlots(NamedTuple):
         every = zip(("k", "v", "k_scale", "v_scale"), (k, v, *scales), strict=True)
         given = {name: x for name, x in every if x is not None}
         if cu_seqlens is not None:
-            return cls(cu_seqlens, None, 0, 0, **{name: x[:, None] for name, x in given.items()})
+            return cls(cu_seqlens, None, 0, 0, 0, **{name: x[:, None] for name, x in given.items()})
         slots, step = _as_slots(list(given.values()))
-        return cls(None, block_table, k.shape[1], step, **dict(zip(given, slots, strict=True)))
+        return cls(None, block_table, *k.shape[:2], step, **dict(zip(given, slots, strict=True)))
 
 
 def _as_slots(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
@@ -162,11 +162,14 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, used: Tensor | None
     tokens = torch.arange(total_q, dtype=torch.int32, device=q.device)
     sequences = torch.searchsorted(queries.cu_seqlens[1:], tokens, right=True)
     lengths_k = _lengths(keys, used, q, batch_size)
+    is_checked = lengths.are_checked(queries.rows) and runs_eagerly(queries.rows, indices)
+    if is_checked:
+        _check_lengths(queries, keys, used)
     limits = lengths_k[sequences]
+    if is_checked:
+        _check_indices(indices, limits)
     if causal:
         limits = limits - (queries.cu_seqlens[1:][sequences] - 1 - tokens)
-    if lengths.are_checked(queries.rows) and runs_eagerly(queries.rows, indices):
-        _check_numbers(indices, lengths_k[sequences])
     seen = (indices >= 0) & (indices < limits[:, None])
     places = seen.cumsum(1)
     positions = torch.where(seen, indices, 0)
@@ -197,10 +200,29 @@ def _lengths(keys: _KeySlots, used: Tensor | None, q: Any, batch_size: int) -> T
     if keys.cu_seqlens is not None:
         check_index("cu_seqlens_k", spec_of("cu_seqlens_k", keys.cu_seqlens), q, (batch_size + 1,), "batch_size + 1")
         return keys.cu_seqlens.diff() if used is None else used
+    if keys.batch_size != batch_size:
+        raise ArgumentError(f"k and v hold {keys.batch_size} sequences, and q {batch_size}")
     return torch.full((batch_size,), keys.seqlen, dtype=torch.int32, device=q.device) if used is None else used
 
 
-def _check_numbers(indices: Tensor, lengths_k: Tensor) -> None:
+def _check_lengths(queries: Rows, keys: _KeySlots, used: Tensor | None) -> None:
+    """Checks the values of offsets, lengths and pages: a wrong one would read keys of another sequence."""
+    lengths.check_cu_seqlens("cu_seqlens_q", queries.cu_seqlens, queries.rows.shape[0])
+    batch_size = queries.cu_seqlens.shape[0] - 1
+    tokens = [keys.seqlen] * batch_size
+    if keys.cu_seqlens is not None:
+        lengths.check_cu_seqlens("cu_seqlens_k", keys.cu_seqlens, keys.k.shape[0])
+        tokens = keys.cu_seqlens.diff().tolist()
+    elif keys.block_table is not None:
+        tokens = [keys.seqlen * keys.block_table.shape[1]] * batch_size
+    if used is not None:
+        counts = used.tolist()
+        lengths.check_used("seqused_k", counts, tokens)
+        if keys.block_table is not None:
+            lengths.check_block_table(keys.block_table, counts, keys.seqlen, keys.batch_size)
+
+
+def _check_indices(indices: Tensor, lengths_k: Tensor) -> None:
     wrong = (indices < -1) | (indices >= lengths_k[:, None])
     if wrong.any():
         row, column = (int(x) for x in wrong.nonzero()[0])

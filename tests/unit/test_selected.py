@@ -210,6 +210,27 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "no lengths of pages": (lambda a: {"block_table": int32(0).view(1, 1).expand(2, 1)}, "seqused_k must be given"),
     "values of other tokens": (lambda a: {"v": a["v"][:, :5]}, "k and v must hold the same tokens"),
     "lengths of another batch": (lambda a: {"seqused_k": int32(3)}, "seqused_k must be"),
+    "keys of another batch": (lambda a: {"k": a["k"][:1], "v": a["v"][:1]}, "k and v hold 1 sequences, and q 2"),
+    "more tokens than there are": (lambda a: {"seqused_k": int32(3, 10)}, r"seqused_k\[1\]=10 must be 0 to 9"),
+    "a negative length": (lambda a: {"seqused_k": int32(-1, 3)}, r"seqused_k\[0\]=-1 must be 0 to 9"),
+    "more tokens than pages": (
+        lambda a: {"block_table": int32(0, 1).view(2, 1), "seqused_k": int32(9, 10)},
+        r"seqused_k\[1\]=10 must be 0 to 9",
+    ),
+    "pages that are missing": (
+        lambda a: {"block_table": int32(0, 2).view(2, 1), "seqused_k": int32(9, 9)},
+        "block_table names page 2 for sequence 1",
+    ),
+    "queries that no sequence has": (
+        lambda a: {
+            "q": a["q"].flatten(0, 1), "indices": a["indices"].flatten(0, 1), "cu_seqlens_q": int32(0, 3, 5),
+        },
+        "cu_seqlens_q must end at the number of tokens, 6",
+    ),
+    "offsets of keys that decrease": (
+        lambda a: {"k": a["k"].flatten(0, 1), "v": a["v"].flatten(0, 1), "cu_seqlens_k": int32(0, 19, 18)},
+        "cu_seqlens_k must not decrease",
+    ),
 }
 
 

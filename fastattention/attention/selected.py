@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.function import attention_function
+from fastattention.attention.key_tokens import KeyTokens
 from fastattention.attention.operators import ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput
 from fastattention.attention.rows import Rows, as_rows
 from fastattention.attention.validation import KvCacheArguments, lengths
 from fastattention.attention.validation.common import read_options
-from fastattention.engine.checks import check_device, check_index, check_rank, read_flag, spec_of
+from fastattention.engine.checks import check_device, read_flag, spec_of
 from fastattention.engine.eager import runs_eagerly
 from fastattention.engine.kinds import check_readable
 from fastattention.errors import ArgumentError
@@ -65,8 +66,9 @@ def fast_attn_selected_func(
     """
     try:
         queries = as_rows("q", q, cu_seqlens_q)
-        keys = _KeySlots.of(k, v, (k_scale, v_scale), cu_seqlens_k, block_table)
-        chosen = _chosen(queries, keys, indices, seqused_k, read_flag("causal", causal))
+        tokens = KeyTokens.of({"k": k, "v": v}, "nheads_k, headdim", cu_seqlens_k, block_table, seqused_k)
+        keys = _KeySlots.of(tokens, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+        chosen = _chosen(queries, keys, indices, read_flag("causal", causal))
     except (RuntimeError, TypeError):
         check_readable({"q": q, "k": k, "v": v, "indices": indices})
         raise
@@ -89,39 +91,24 @@ def fast_attn_selected_func(
 class _KeySlots(NamedTuple):
     """Keys and values as pages of one token: slots. The slots of a sequence, or of a given page, follow one another."""
 
-    cu_seqlens: Tensor | None  # int32 (batch_size + 1,)
-    block_table: Tensor | None  # int32 (batch_size, max_blocks_per_seq)
-    batch_size: int  # of sequences, or of pages; 0 with cu_seqlens
-    seqlen: int  # tokens of a sequence, or of a page; 0 with cu_seqlens
-    step: int  # slots from a sequence, or a page, to the next
+    tokens: KeyTokens
+    step: int  # slots from a row of the batch, or a page, to the next
     k: Tensor  # (num_slots, 1, nheads_k, headdim)
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, k: Tensor, v: Tensor, scales: tuple[Tensor | None, Tensor | None], cu_seqlens: Tensor | None,
-        block_table: Tensor | None,
-    ) -> _KeySlots:  # fmt: skip
+    def of(cls, tokens: KeyTokens, **tensors: Tensor | None) -> _KeySlots:
         """The slots of keys and values, without copying them where tokens of all sequences have slots of one size."""
-        if cu_seqlens is not None and block_table is not None:
-            raise ArgumentError("cu_seqlens_k and block_table cannot be given together; seqused_k has lengths of pages")
-        axes = "total_k, nheads_k, headdim"
-        if cu_seqlens is None:
-            axes = axes.replace(
-                "total_k", "batch_size, seqlen_k" if block_table is None else "num_blocks, page_block_size"
-            )
-        for name, x in (("k", k), ("v", v)):
-            check_rank(name, spec_of(name, x), axes)
+        given = {name: x for name, x in tensors.items() if x is not None}
+        k, v = given["k"], given["v"]
         if k.shape[:-2] != v.shape[:-2]:
             raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-        every = zip(("k", "v", "k_scale", "v_scale"), (k, v, *scales), strict=True)
-        given = {name: x for name, x in every if x is not None}
-        if cu_seqlens is not None:
-            return cls(cu_seqlens, None, 0, 0, 0, **{name: x[:, None] for name, x in given.items()})
+        if tokens.cu_seqlens is not None:
+            return cls(tokens, 0, **{name: x[:, None] for name, x in given.items()})
         slots, step = _as_slots(list(given.values()))
-        return cls(None, block_table, *k.shape[:2], step, **dict(zip(given, slots, strict=True)))
+        return cls(tokens, step, **dict(zip(given, slots, strict=True)))
 
 
 def _as_slots(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
@@ -145,7 +132,7 @@ class _Chosen(NamedTuple):
     counts: Tensor  # int32 (total_q,)
 
 
-def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, used: Tensor | None, causal: bool) -> _Chosen:
+def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool) -> _Chosen:
     """Drops what is no key, and finds the slots of the others."""
     q = spec_of("q", queries.rows)
     total_q, batch_size = q.shape[0], queries.cu_seqlens.shape[0] - 1
@@ -159,67 +146,32 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, used: Tensor | None
         raise ArgumentError(
             f"indices must be (batch_size, seqlen_q, topk), or (total_q, topk), got {tuple(found.shape)}"
         )
-    tokens = torch.arange(total_q, dtype=torch.int32, device=q.device)
-    sequences = torch.searchsorted(queries.cu_seqlens[1:], tokens, right=True)
-    lengths_k = _lengths(keys, used, q, batch_size)
+    rows = torch.arange(total_q, dtype=torch.int32, device=q.device)
+    sequences = torch.searchsorted(queries.cu_seqlens[1:], rows, right=True)
+    tokens = keys.tokens
+    lengths_k = tokens.lengths(q, batch_size)
     is_checked = lengths.are_checked(queries.rows) and runs_eagerly(queries.rows, indices)
     if is_checked:
-        _check_lengths(queries, keys, used)
+        tokens.check_numbers(queries)
     limits = lengths_k[sequences]
     if is_checked:
         _check_indices(indices, limits)
     if causal:
-        limits = limits - (queries.cu_seqlens[1:][sequences] - 1 - tokens)
+        limits = limits - (queries.cu_seqlens[1:][sequences] - 1 - rows)
     seen = (indices >= 0) & (indices < limits[:, None])
     places = seen.cumsum(1)
     positions = torch.where(seen, indices, 0)
-    if keys.block_table is not None:
-        pages = keys.block_table[sequences[:, None], positions // keys.seqlen]
-        slots = pages * keys.step + positions % keys.seqlen
+    if tokens.block_table is not None:
+        pages = tokens.block_table[sequences[:, None], positions // tokens.seqlen]
+        slots = pages * keys.step + positions % tokens.seqlen
     else:
-        first = sequences * keys.step if keys.cu_seqlens is None else keys.cu_seqlens[sequences]
+        first = sequences * keys.step if tokens.cu_seqlens is None else tokens.cu_seqlens[sequences]
         slots = first[:, None] + positions
     # Keys that are dropped go to a column behind those of each row.
     topk = indices.shape[1]
     table = torch.zeros(total_q, topk + 1, dtype=torch.int32, device=q.device)
     table.scatter_(1, torch.where(seen, places - 1, topk), slots.to(torch.int32))
     return _Chosen(table[:, :topk], seen.sum(1, dtype=torch.int32))
-
-
-def _lengths(keys: _KeySlots, used: Tensor | None, q: Any, batch_size: int) -> Tensor:
-    """Tokens of each sequence that there are, int32 (batch_size,)."""
-    if used is not None:
-        check_index("seqused_k", spec_of("seqused_k", used), q, (batch_size,), "batch_size")
-    if keys.block_table is not None:
-        check_index(
-            "block_table", spec_of("block_table", keys.block_table), q, (batch_size, -1), "batch_size, max_blocks"
-        )
-        if used is None:
-            raise ArgumentError("seqused_k must be given with block_table: it has the lengths of sequences")
-        return used
-    if keys.cu_seqlens is not None:
-        check_index("cu_seqlens_k", spec_of("cu_seqlens_k", keys.cu_seqlens), q, (batch_size + 1,), "batch_size + 1")
-        return keys.cu_seqlens.diff() if used is None else used
-    if keys.batch_size != batch_size:
-        raise ArgumentError(f"k and v hold {keys.batch_size} sequences, and q {batch_size}")
-    return torch.full((batch_size,), keys.seqlen, dtype=torch.int32, device=q.device) if used is None else used
-
-
-def _check_lengths(queries: Rows, keys: _KeySlots, used: Tensor | None) -> None:
-    """Checks the values of offsets, lengths and pages: a wrong one would read keys of another sequence."""
-    lengths.check_cu_seqlens("cu_seqlens_q", queries.cu_seqlens, queries.rows.shape[0])
-    batch_size = queries.cu_seqlens.shape[0] - 1
-    tokens = [keys.seqlen] * batch_size
-    if keys.cu_seqlens is not None:
-        lengths.check_cu_seqlens("cu_seqlens_k", keys.cu_seqlens, keys.k.shape[0])
-        tokens = keys.cu_seqlens.diff().tolist()
-    elif keys.block_table is not None:
-        tokens = [keys.seqlen * keys.block_table.shape[1]] * batch_size
-    if used is not None:
-        counts = used.tolist()
-        lengths.check_used("seqused_k", counts, tokens)
-        if keys.block_table is not None:
-            lengths.check_block_table(keys.block_table, counts, keys.seqlen, keys.batch_size)
 
 
 def _check_indices(indices: Tensor, lengths_k: Tensor) -> None:

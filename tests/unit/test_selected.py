@@ -210,7 +210,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "no lengths of pages": (lambda a: {"block_table": int32(0).view(1, 1).expand(2, 1)}, "seqused_k must be given"),
     "values of other tokens": (lambda a: {"v": a["v"][:, :5]}, "k and v must hold the same tokens"),
     "lengths of another batch": (lambda a: {"seqused_k": int32(3)}, "seqused_k must be"),
-    "keys of another batch": (lambda a: {"k": a["k"][:1], "v": a["v"][:1]}, "k and v hold 1 sequences, and q 2"),
+    "keys of another batch": (
+        lambda a: {"k": a["k"][:1], "v": a["v"][:1]},
+        "keys are those of 1 sequences, and queries of 2",
+    ),
     "more tokens than there are": (lambda a: {"seqused_k": int32(3, 10)}, r"seqused_k\[1\]=10 must be 0 to 9"),
     "a negative length": (lambda a: {"seqused_k": int32(-1, 3)}, r"seqused_k\[0\]=-1 must be 0 to 9"),
     "more tokens than pages": (
@@ -223,7 +226,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     ),
     "queries that no sequence has": (
         lambda a: {
-            "q": a["q"].flatten(0, 1), "indices": a["indices"].flatten(0, 1), "cu_seqlens_q": int32(0, 3, 5),
+            "q": a["q"].flatten(0, 1),
+            "indices": a["indices"].flatten(0, 1),
+            "cu_seqlens_q": int32(0, 3, 5),
         },
         "cu_seqlens_q must end at the number of tokens, 6",
     ),

@@ -20,7 +20,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 13  # as in api.cpp
+_ABI_VERSION = 14  # as in api.cpp
 
 
 class Peaks(NamedTuple):
@@ -79,6 +79,11 @@ class Library:
             self._functions.fastattention_convolution_backward, self._isa_index
         )
 
+        # Finds the keys of the greatest index scores. Takes the arguments of `forward`, with FaIndexerParams.
+        self.indexer: Callable[[int, bytes, int], int] = functools.partial(
+            self._functions.fastattention_indexer, self._isa_index
+        )
+
     def _check_version(self) -> None:
         abi = self._functions.fastattention_abi_version()
         found = {name: self._functions.fastattention_sizeof(name.encode()) for name in STRUCTS}
@@ -106,6 +111,7 @@ class Library:
                 int64,
                 (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64),
             ),
+            "fastattention_indexer": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),

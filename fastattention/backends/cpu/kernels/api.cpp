@@ -13,6 +13,7 @@
 #include "common/thread_pool.hpp"
 #include "common/work_queue.hpp"
 #include "convolution/driver.hpp"
+#include "indexer/driver.hpp"
 #include "kernels.hpp"
 #include "linear/driver.hpp"
 
@@ -38,7 +39,7 @@ Params with_addresses(const Params& shared, const void* addresses, int64_t num_t
 
 // Loading a library of another version fails. Increase it when a params.h, the values that a field may take, or a function
 // below changes.
-FA_EXPORT int64_t fastattention_abi_version() { return 13; }
+FA_EXPORT int64_t fastattention_abi_version() { return 14; }
 
 // Size of a struct of params.h in bytes, which loading compares with the header that Python reads; 0 for an unknown name.
 FA_EXPORT int64_t fastattention_sizeof(const char* name) {
@@ -49,6 +50,7 @@ FA_EXPORT int64_t fastattention_sizeof(const char* name) {
     if (wanted == "FaLinearGradients") return sizeof(FaLinearGradients);
     if (wanted == "FaConvolutionParams") return sizeof(FaConvolutionParams);
     if (wanted == "FaConvolutionGradients") return sizeof(FaConvolutionGradients);
+    if (wanted == "FaIndexerParams") return sizeof(FaIndexerParams);
     return 0;
 }
 
@@ -98,6 +100,13 @@ FA_EXPORT int64_t fastattention_convolution_backward(int64_t isa, const FaConvol
                                                      const FaConvolutionGradients* gradients, int64_t num_threads) {
     const FaConvolutionParams params = with_addresses(*shared, addresses, num_threads);
     return convolution_backward(kernels_of(isa).convolution, params, *gradients) ? 0 : 1;
+}
+
+// Finds the keys of the greatest index scores. Returns 0, or 1 if memory ran out.
+FA_EXPORT int64_t fastattention_indexer(int64_t isa, const FaIndexerParams* shared, const void* addresses,
+                                        int64_t num_threads) {
+    const FaIndexerParams params = with_addresses(*shared, addresses, num_threads);
+    return index_keys(kernels_of(isa).indexer, params) ? 0 : 1;
 }
 
 // Prepares a call with a dense cache and lse, to be run later; null if memory ran out. fastattention_release frees it.

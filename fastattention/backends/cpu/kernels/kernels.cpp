@@ -30,6 +30,8 @@ using namespace fastattention;
 #include "convolution/forward.hpp"
 #include "convolution/backward.hpp"
 
+#include "indexer/scores.hpp"
+
 #include "linear/tokens.hpp"
 #include "linear/chunk_layout.hpp"
 #include "linear/chunk_products.hpp"
@@ -322,6 +324,20 @@ static void convolution_backward_of(const FaConvolutionParams& params, const FaC
     });
 }
 
+static void score_of(const FaIndexerParams& params, const IndexerTask& task, float* scratch) {
+    with_path_of(params.dtype, [&](auto path) {
+        using Path = decltype(path);
+        IndexerScores<typename Path::Element, typename Path::Unit>(params, task, scratch).run();
+    });
+}
+
+static int64_t indexer_scratch_of(const FaIndexerParams& params) {
+    return with_path_of(params.dtype, [&](auto path) {
+        using Path = decltype(path);
+        return IndexerScores<typename Path::Element, typename Path::Unit>::scratch_floats(params);
+    });
+}
+
 #define FA_STRING(name) #name
 #define FA_NAME_OF(name) FA_STRING(name)
 
@@ -343,6 +359,7 @@ const Kernels kernels = {
      latent_scratch_of, decode_merge_of, append_token_of, backward_geometry_of, pack_rows_of, backward_chunk_of},
     {linear_of, linear_scratch_of, linear_backward_of, linear_backward_scratch_of},
     {convolution_of, convolution_backward_of, write_parameter_gradients},
+    {score_of, indexer_scratch_of},
     fma_loop,
 #ifdef FA_HAS_BF16_DOT
     bf16_dot_loop,

@@ -6,6 +6,7 @@
 #include "attention/kernel_table.hpp"
 #include "common/isa.hpp"
 #include "convolution/kernel_table.hpp"
+#include "indexer/kernel_table.hpp"
 #include "linear/kernel_table.hpp"
 
 namespace fastattention {
@@ -17,6 +18,7 @@ struct Kernels {
     AttentionKernels attention;
     LinearKernels linear;
     ConvolutionKernels convolution;
+    IndexerKernels indexer;
 
     // Loops that measure the limits of a core, see peaks.hpp; null if the instruction does not exist.
     double (*fma_loop)(int64_t iterations);  // returns the number of floating-point operations

@@ -73,6 +73,7 @@ FA_DEVICE uint32_t load_shared_32(uint32_t address) { return load_shared<emulato
 FA_DEVICE Words2 load_shared_64(uint32_t address) { return load_shared<emulator::Access::kLoad64, Words2>(address); }
 FA_DEVICE Words4 load_shared_128(uint32_t address) { return load_shared<emulator::Access::kLoad128, Words4>(address); }
 FA_DEVICE void store_shared_32(uint32_t address, uint32_t x) { store_shared<emulator::Access::kStore32>(address, x); }
+FA_DEVICE void add_shared_32(uint32_t address, int x) { emulator::add_shared(*emulator::current, address, x); }
 FA_DEVICE void store_shared_64(uint32_t address, Words2 x) { store_shared<emulator::Access::kStore64>(address, x); }
 FA_DEVICE void store_shared_128(uint32_t address, Words4 x) { store_shared<emulator::Access::kStore128>(address, x); }
 
@@ -132,6 +133,7 @@ FA_DEVICE float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysi
 FA_DEVICE float multiply_add(float a, float b, float c) { return static_cast<float>(static_cast<double>(a) * b + c); }
 FA_DEVICE float multiply_rounded(float a, float b) { return a * b; }
 FA_DEVICE float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
+FA_DEVICE float at_least_zero(float x) { return x < 0.0f ? 0.0f : x; }
 FA_DEVICE float exp2_approximate(float x) { return flushed(std::exp2(flushed(x))); }
 FA_DEVICE float log2_approximate(float x) { return std::log2(flushed(x)); }
 FA_DEVICE float reciprocal_approximate(float x) { return flushed(1.0f / flushed(x)); }

@@ -11,6 +11,7 @@ namespace {
 constexpr int kSeveralThreads = -1;  // several threads of one warp
 constexpr int kSeveralWarps = -2;
 constexpr int kBulkCopy = -4;
+constexpr int kAdders = -5;  // threads that add to a word, in any order
 
 // Who accessed a word, and when. Epochs of a warp order the threads of the warp, epochs of the CTA all threads. For a bulk
 // copy, warp_epoch and warp are the phase and the number of its counter, and epoch is when the first thread waited for it.
@@ -95,14 +96,19 @@ void check_written_before(const Thread& thread, const Event& written, const Even
     fail(thread, "%s shared memory at %u, which thread %d wrote since their last barrier", does, address, written.thread);
 }
 
-// No other thread may have accessed the word since the last barrier.
-void check_write(const Thread& thread, const Word& word, const Event& now, std::uint32_t address) {
-    check_not_copied(thread, word, address, "writes");
-    check_written_before(thread, word.written, now, address, "writes");
+// No other thread may have read the word since the last barrier.
+void check_read_before(const Thread& thread, const Word& word, const Event& now, std::uint32_t address) {
     if (is_before(word.read, now)) return;
     if (word.read.thread >= 0)
         fail(thread, "writes shared memory at %u, which thread %d read since their last barrier", address, word.read.thread);
     fail(thread, "writes shared memory at %u, which several threads read since their last barrier", address);
+}
+
+// No other thread may have accessed the word since the last barrier.
+void check_write(const Thread& thread, const Word& word, const Event& now, std::uint32_t address) {
+    check_not_copied(thread, word, address, "writes");
+    check_written_before(thread, word.written, now, address, "writes");
+    check_read_before(thread, word, now, address);
 }
 
 // The counter at an address. Fails if the thread must not use it yet.
@@ -160,6 +166,20 @@ void write_shared(Thread& thread, std::uint32_t address, const void* from, std::
         word->written = now;
     }
     std::memcpy(&memory[address - kSharedBase], from, bytes);
+}
+
+void add_shared(Thread& thread, std::uint32_t address, std::int32_t x) {
+    Word* word = checked(thread, address, sizeof x, sizeof x, "adds to");
+    const Event now = event_of(thread);
+    check_not_copied(thread, *word, address, "adds to");
+    if (word->written.epoch < first_epoch) fail(thread, "adds to shared memory at %u, which nobody wrote", address);
+    if (word->written.thread != kAdders) check_written_before(thread, word->written, now, address, "adds to");
+    check_read_before(thread, *word, now, address);
+    word->written = {now.epoch, now.warp_epoch, kAdders, kAdders};
+    std::int32_t value;
+    std::memcpy(&value, &memory[address - kSharedBase], sizeof value);
+    value += x;
+    std::memcpy(&memory[address - kSharedBase], &value, sizeof value);
 }
 
 void start_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes) {

@@ -32,6 +32,8 @@ void begin_shared_memory(std::uint32_t bytes, std::size_t num_threads);
 
 void read_shared(Thread& thread, std::uint32_t address, void* to, std::uint32_t bytes);
 void write_shared(Thread& thread, std::uint32_t address, const void* from, std::uint32_t bytes);
+// Adds to a word as one access. Threads may add to a word without a barrier in between, but nothing else.
+void add_shared(Thread& thread, std::uint32_t address, std::int32_t x);
 
 // Starts to copy 4 or 16 bytes of global memory, or zeros when `from` is null.
 void start_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes);

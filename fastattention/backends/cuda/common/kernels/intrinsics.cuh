@@ -108,6 +108,10 @@ FA_DEVICE void store_shared_128(uint32_t address, Words4 x) {
                  "r"(x.word[3])
                  : "memory");
 }
+// Adds to a word of shared memory, to which other threads may add at the same time.
+FA_DEVICE void add_shared_32(uint32_t address, int x) {
+    asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
 
 // Loads 4, 8 or 16 aligned bytes of global memory that is not written during the kernel. From Ampere on, a load of 8 bytes
 // makes the L2 cache prefetch the 256 bytes around them.
@@ -204,6 +208,15 @@ FA_DEVICE float at_most_zero(float x) {
     return x;
 #else
     return x > 0.0f ? 0.0f : x;
+#endif
+}
+// x, or 0 if x is below it; NaN if x is.
+FA_DEVICE float at_least_zero(float x) {
+#if __CUDA_ARCH__ >= 800
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+    return x;
+#else
+    return x < 0.0f ? 0.0f : x;
 #endif
 }
 // 2^x to two units in the last place; 0 for -infinity.

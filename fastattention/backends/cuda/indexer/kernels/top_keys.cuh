@@ -1,0 +1,151 @@
+// The keys of the greatest scores of each query, in rising order. A CTA has a query.
+//
+// Ranks are integers whose order is that of scores. The CTA counts scores by the first bits of their ranks, then those with
+// the same first bits by the next ones, and so finds the rank of the topk-th score. One more pass writes the keys.
+#pragma once
+
+#include "indexer_sequence.cuh"
+#include "lanes.cuh"
+
+namespace fastattention {
+
+constexpr int kThreads = Config::num_warps * 32;
+constexpr int kPassBits = 11, kBins = 1 << kPassBits, kBinsOfThread = kBins / kThreads;
+static_assert(kBinsOfThread * kThreads == kBins);
+
+// NaN is infinite, and both zeros are one.
+FA_DEVICE uint32_t rank_of(uint32_t score) {
+    const float x = as_float(score) + 0.0f;
+    const uint32_t bits = x == x ? as_bits(x) : 0x7f800000u;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+class TopKeys {
+public:
+    FA_DEVICE TopKeys(const IndexerParams& p, int row)
+        : p_(p),
+          scores_(p.scores + (row - p.first_row) * p.scores_stride),
+          indices_(p.indices + static_cast<int64_t>(row) * p.topk),
+          seen_(IndexerSequence(p, sequence_of_row(p, row)).seen_by(row)),
+          at_(shared_memory()) {}
+
+    FA_DEVICE void run() {
+        if (seen_ <= p_.topk) {
+            for (int i = thread_index(); i < p_.topk; i += kThreads) indices_[i] = i < seen_ ? i : -1;
+            return;
+        }
+        find_digit(21, kPassBits);
+        find_digit(10, kPassBits);
+        find_digit(0, 10);
+        write_keys();
+    }
+
+private:
+    static constexpr int kTogether = 4;  // neighbouring scores that a thread reads
+    static constexpr int kSumsAt = kBins * 4, kFoundAt = kSumsAt + Config::num_warps * 4;
+    static_assert(kFoundAt + 8 == Config::shared_bytes);
+
+    // Scores of four neighbouring keys; those behind the last one are below all others.
+    struct Ranks {
+        uint32_t rank[kTogether];
+
+        FA_DEVICE Ranks(const TopKeys& keys, int first) {
+            const Words4 words = load_written_128(keys.scores_ + first, first < keys.seen_);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) rank[i] = first + i < keys.seen_ ? rank_of(words.word[i]) : 0;
+        }
+    };
+
+    // Finds the next bits of the rank of the last key that is taken.
+    FA_DEVICE void find_digit(int shift, int bits) {
+        const uint32_t digits = (1u << bits) - 1;
+        for (int i = thread_index(); i < kBins; i += kThreads) store_shared_32(at_ + i * 4, 0);
+        cta_barrier();
+        for (int first = thread_index() * kTogether; first < seen_; first += kThreads * kTogether) {
+            const Ranks ranks(*this, first);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+                if (first + i < seen_ && (ranks.rank[i] & known_) == rank_)
+                    add_shared_32(at_ + (ranks.rank[i] >> shift & digits) * 4, 1);
+        }
+        cta_barrier();
+        // Bins come from the highest to the lowest.
+        int counts[kBinsOfThread], sum = 0;
+#pragma unroll
+        for (int i = 0; i < kBinsOfThread; ++i) {
+            const int bin = kBins - 1 - (thread_index() * kBinsOfThread + i);
+            counts[i] = static_cast<int>(load_shared_32(at_ + bin * 4));
+            sum += counts[i];
+        }
+        int above = sum_before(sum);
+#pragma unroll
+        for (int i = 0; i < kBinsOfThread; ++i) {
+            if (above < ties_ && ties_ <= above + counts[i]) {
+                store_shared_32(at_ + kFoundAt, kBins - 1 - (thread_index() * kBinsOfThread + i));
+                store_shared_32(at_ + kFoundAt + 4, static_cast<uint32_t>(ties_ - above));
+            }
+            above += counts[i];
+        }
+        cta_barrier();
+        rank_ |= load_shared_32(at_ + kFoundAt) << shift;
+        known_ |= digits << shift;
+        ties_ = static_cast<int>(load_shared_32(at_ + kFoundAt + 4));
+        cta_barrier();
+    }
+
+    // The sum over all threads before this one. All threads call it, and have passed a barrier since the last time.
+    FA_DEVICE int sum_before(int x) const {
+        const int warp = thread_index() / 32, up_to = sum_up_to_lane(x);
+        if (lane_index() == 31) store_shared_32(at_ + kSumsAt + warp * 4, static_cast<uint32_t>(up_to));
+        cta_barrier();
+        int sum = up_to - x;
+        for (int i = 0; i < warp; ++i) sum += static_cast<int>(load_shared_32(at_ + kSumsAt + i * 4));
+        return sum;
+    }
+
+    FA_DEVICE void write_keys() const {
+        int higher = 0, equal = 0;  // keys so far with ranks above that of the last key, and with that rank
+        for (int begin = 0; begin < seen_; begin += kThreads * kTogether) {
+            const int first = begin + thread_index() * kTogether;
+            const Ranks ranks(*this, first);
+            int mine = 0;  // counts of both in the upper and the lower half
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) mine += (ranks.rank[i] > rank_) * 0x10000 + (ranks.rank[i] == rank_);
+            const int before = sum_before(mine);
+            int higher_before = higher + (before >> 16), equal_before = equal + (before & 0xffff);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const bool is_higher = ranks.rank[i] > rank_, is_equal = ranks.rank[i] == rank_;
+                const int taken = equal_before < ties_ ? equal_before : ties_;
+                if (is_higher || (is_equal && equal_before < ties_)) indices_[higher_before + taken] = first + i;
+                higher_before += is_higher;
+                equal_before += is_equal;
+            }
+            // The last thread has counted all keys so far.
+            if (thread_index() == kThreads - 1) {
+                store_shared_32(at_ + kFoundAt, static_cast<uint32_t>(higher_before));
+                store_shared_32(at_ + kFoundAt + 4, static_cast<uint32_t>(equal_before));
+            }
+            cta_barrier();
+            higher = static_cast<int>(load_shared_32(at_ + kFoundAt));
+            equal = static_cast<int>(load_shared_32(at_ + kFoundAt + 4));
+            if (higher + (equal < ties_ ? equal : ties_) == p_.topk) return;
+        }
+    }
+
+    const IndexerParams& p_;
+    const float* const scores_;
+    int32_t* const indices_;
+    const int seen_;
+    const uint32_t at_;
+    uint32_t rank_ = 0, known_ = 0;  // bits of the rank of the last key, and which of them are known
+    int ties_ = p_.topk;             // keys that are taken among those with this rank
+};
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, 1)
+    fastattention_top_keys(FA_PARAMETER fastattention::IndexerParams params) {
+    using namespace fastattention;
+    TopKeys(params, params.first_row + static_cast<int>(cta_index())).run();
+}

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.attention.rows import Rows
 from fastattention.attention.validation import lengths
 from fastattention.engine.checks import TensorSpec, check_index, check_rank, spec_of
 from fastattention.errors import ArgumentError
@@ -70,10 +69,8 @@ class KeyTokens(NamedTuple):
         elif self.rows != batch_size:
             raise ArgumentError(f"keys are those of {self.rows} sequences, and queries of {batch_size}")
 
-    def check_numbers(self, queries: Rows) -> None:
+    def check_numbers(self, batch_size: int) -> None:
         """Checks values of offsets, lengths and pages: with wrong ones, keys of another sequence would be read."""
-        lengths.check_cu_seqlens("cu_seqlens_q", queries.cu_seqlens, queries.rows.shape[0])
-        batch_size = queries.cu_seqlens.shape[0] - 1
         tokens = [self.most] * batch_size
         if self.cu_seqlens is not None:
             lengths.check_cu_seqlens("cu_seqlens_k", self.cu_seqlens, self.seqlen)

@@ -152,7 +152,8 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool) -> _C
     lengths_k = tokens.lengths(q, batch_size)
     is_checked = lengths.are_checked(queries.rows) and runs_eagerly(queries.rows, indices)
     if is_checked:
-        tokens.check_numbers(queries)
+        lengths.check_cu_seqlens("cu_seqlens_q", queries.cu_seqlens, total_q)
+        tokens.check_numbers(batch_size)
     limits = lengths_k[sequences]
     if is_checked:
         _check_indices(indices, limits)

@@ -8,8 +8,7 @@ from typing import Any, ParamSpec
 from torch import Tensor
 
 from fastattention.attention.key_tokens import KeyTokens
-from fastattention.attention.rows import as_rows
-from fastattention.engine.checks import require_tensor
+from fastattention.engine.checks import check_rank, spec_of
 from fastattention.engine.operator import serves_requests
 from fastattention.errors import ArgumentError
 from fastattention.indexer.operators import INDEXER
@@ -60,18 +59,18 @@ def fast_indexer_func(
     win. A score that is not a number counts as infinite. Results have the same bits in every run. Raises ArgumentError
     for wrong arguments, UnsupportedError when the backend named cannot serve the call.
     """
-    queries = as_rows("q", q, cu_seqlens_q)
-    require_tensor("k", k)
     tokens = KeyTokens.of({"k": k}, "headdim", cu_seqlens_k, block_table, seqused_k)
-    require_tensor("weights", weights)
-    if queries.batch is not None:
-        if weights.shape != q.shape[:3]:
-            raise ArgumentError(
-                f"weights must be (batch_size, seqlen_q, nheads) = {tuple(q.shape[:3])}, got {tuple(weights.shape)}"
-            )
-        weights = weights.flatten(0, 1)
-    given = IndexerInputs(
-        queries.rows, k if cu_seqlens_k is None else k[None], weights, queries.cu_seqlens, cu_seqlens_k, tokens.used,
-        block_table,
-    )  # fmt: skip
-    return INDEXER, given, read_options(topk, causal), backend, lambda result: queries.back(result.indices)
+    keys = k if cu_seqlens_k is None else k[None]
+    of_keys = cu_seqlens_k, tokens.used, block_table
+    if cu_seqlens_q is not None:
+        given = IndexerInputs(q, keys, weights, cu_seqlens_q, *of_keys)
+        return INDEXER, given, read_options(topk, causal), backend, lambda result: result.indices
+    check_rank("q", spec_of("q", q), "batch_size, seqlen_q, nheads, headdim")
+    batch = q.shape[:2]
+    if spec_of("weights", weights).shape != q.shape[:3]:
+        raise ArgumentError(
+            f"weights must be (batch_size, seqlen_q, nheads) = {tuple(q.shape[:3])}, got {tuple(weights.shape)}"
+        )
+    given = IndexerInputs(q.flatten(0, 1), keys, weights.flatten(0, 1), None, *of_keys)
+    options = read_options(topk, causal, batch[0])
+    return INDEXER, given, options, backend, lambda result: result.indices.view(*batch, -1)

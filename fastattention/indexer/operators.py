@@ -35,7 +35,7 @@ class Indexer(Operator[IndexerInputs, IndexerOptions, IndexerProblem, IndexerInp
 
     def recheck(self, problem: IndexerProblem) -> Callable[[IndexerInputs, IndexerOptions], IndexerInputs]:
         def check(given: IndexerInputs, _: IndexerOptions) -> IndexerInputs:
-            check_numbers(given)
+            check_numbers(given, problem.batch_size)
             return given
 
         return check

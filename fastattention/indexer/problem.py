@@ -15,6 +15,7 @@ class IndexerProblem:
 
     total_q: int
     batch_size: int
+    seqlen_q: int  # of every sequence; 0 with cu_seqlens_q
     nheads: int
     headdim: int
     k_rows: int  # rows of k, or pages; 1 when sequences lie one after another
@@ -44,7 +45,7 @@ class IndexerInputs(NamedTuple):
     q: Tensor  # (total_q, nheads, headdim)
     k: Tensor  # (k_rows, k_seqlen, headdim)
     weights: Tensor  # (total_q, nheads)
-    cu_seqlens_q: Tensor  # (batch_size + 1,)
+    cu_seqlens_q: Tensor | None = None  # (batch_size + 1,); None: all sequences have seqlen_q queries
     cu_seqlens_k: Tensor | None = None  # (batch_size + 1,)
     seqused_k: Tensor | None = None  # (batch_size,)
     block_table: Tensor | None = None  # (batch_size, max_blocks_per_seq)

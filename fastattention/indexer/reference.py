@@ -40,7 +40,10 @@ def scores_of_queries(
 
 def sequences(problem: IndexerProblem, inputs: IndexerInputs) -> Iterator[tuple[range, Tensor]]:
     """(rows of q, keys (seqlen_k, headdim)) of every sequence. Reads lengths on their device."""
-    offsets = inputs.cu_seqlens_q.tolist()
+    if inputs.cu_seqlens_q is None:
+        offsets = [problem.seqlen_q * sequence for sequence in range(problem.batch_size + 1)]
+    else:
+        offsets = inputs.cu_seqlens_q.tolist()
     used = None if inputs.seqused_k is None else inputs.seqused_k.tolist()
     offsets_k = None if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k.tolist()
     for sequence in range(problem.batch_size):

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fastattention.attention.key_tokens import KeyTokens
-from fastattention.attention.rows import Rows
-from fastattention.attention.validation.lengths import are_checked
+from fastattention.attention.validation.lengths import are_checked, check_cu_seqlens
 from fastattention.engine.checks import (
     DTYPES,
     check_device,
@@ -31,14 +30,15 @@ class IndexerOptions(NamedTuple):
 
     topk: int
     causal: bool
+    batch_size: int = 1  # of queries of one length; not used with cu_seqlens_q
 
 
-def read_options(topk: object, causal: object) -> IndexerOptions:
+def read_options(topk: object, causal: object, batch_size: int = 1) -> IndexerOptions:
     """IndexerOptions from arguments as given; raises ArgumentError for anything else."""
     count = read_int("topk", topk)
     if count < 1:
         raise ArgumentError(f"topk={count} must be at least 1")
-    return IndexerOptions(count, read_flag("causal", causal))
+    return IndexerOptions(count, read_flag("causal", causal), batch_size)
 
 
 def key_tokens(given: IndexerInputs) -> KeyTokens:
@@ -60,23 +60,29 @@ def prepare(given: IndexerInputs, options: IndexerOptions) -> tuple[IndexerProbl
     if weights.dtype not in DTYPES:
         raise ArgumentError(f"weights must be float32, float16 or bfloat16, got {weights.dtype}")
     check_device("weights", weights, q)
-    check_index("cu_seqlens_q", spec_of("cu_seqlens_q", given.cu_seqlens_q), q, (-1,), "batch_size + 1")
-    batch_size = given.cu_seqlens_q.shape[0] - 1
+    total_q, nheads, headdim = q.shape
+    batch_size, seqlen_q = options.batch_size, total_q // max(options.batch_size, 1)
+    if given.cu_seqlens_q is not None:
+        check_index("cu_seqlens_q", spec_of("cu_seqlens_q", given.cu_seqlens_q), q, (-1,), "batch_size + 1")
+        batch_size, seqlen_q = given.cu_seqlens_q.shape[0] - 1, 0
     tokens = key_tokens(given)
     tokens.check(q, batch_size)
-    check_numbers(given)
-    total_q, nheads, headdim = q.shape
+    check_numbers(given, batch_size)
+    paged = given.block_table is not None
     problem = IndexerProblem(
-        total_q, batch_size, nheads, headdim, tokens.rows, tokens.seqlen, tokens.most, given.block_table is not None,
-        options.topk, options.causal, q.dtype, q.device,
+        total_q, batch_size, seqlen_q, nheads, headdim, tokens.rows, tokens.seqlen, tokens.most, paged, options.topk,
+        options.causal, q.dtype, q.device,
     )  # fmt: skip
     return problem, as_backends_read(given)
 
 
-def check_numbers(given: IndexerInputs) -> None:
+def check_numbers(given: IndexerInputs, batch_size: int) -> None:
     """Checks values of lengths, offsets and pages, on a CPU; elsewhere only when checks are on."""
-    if not given.q.is_meta and are_checked(given.q):
-        key_tokens(given).check_numbers(Rows(given.q, given.cu_seqlens_q, 0, None))
+    if given.q.is_meta or not are_checked(given.q):
+        return
+    if given.cu_seqlens_q is not None:
+        check_cu_seqlens("cu_seqlens_q", given.cu_seqlens_q, given.q.shape[0])
+    key_tokens(given).check_numbers(batch_size)
 
 
 def as_backends_read(given: IndexerInputs) -> IndexerInputs:
@@ -85,7 +91,7 @@ def as_backends_read(given: IndexerInputs) -> IndexerInputs:
         q=last_axis_contiguous(given.q),
         k=last_axis_contiguous(given.k),
         weights=last_axis_contiguous(given.weights.to(torch.float32)),
-        cu_seqlens_q=given.cu_seqlens_q.contiguous(),
+        cu_seqlens_q=None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous(),
         cu_seqlens_k=None if given.cu_seqlens_k is None else given.cu_seqlens_k.contiguous(),
         seqused_k=None if given.seqused_k is None else given.seqused_k.contiguous(),
         block_table=None if given.block_table is None else last_axis_contiguous(given.block_table),

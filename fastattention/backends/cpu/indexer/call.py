@@ -23,7 +23,9 @@ class CpuIndexerCall:
         k_batch, k_row, _ = inputs.k.stride()
         template = CpuIndexerParams.template(
             dtype=DTYPE_CODES[problem.dtype],
+            total_q=problem.total_q,
             batch_size=problem.batch_size,
+            seqlen_q=problem.seqlen_q,
             nheads=problem.nheads,
             headdim=problem.headdim,
             k_seqlen=problem.k_seqlen,

@@ -29,6 +29,7 @@ class IndexerCall:
     ) -> None:
         """launcher: gives a function that enqueues a kernel."""
         self._problem, self._division = problem, choose(problem, arch, limits)
+        self._templates_as_given: list[bytes] | None = None  # for calls whose tensors kernels read without a copy
         self._steps = [  # the queries of each launch, and its kernels
             (first, rows, self._launchers(rows, launcher))
             for first in range(0, problem.total_q, max(self._division.rows, 1))
@@ -49,12 +50,20 @@ class IndexerCall:
         division, problem = self._division, self._problem
         dtype = division.config.dtype
         check_float16_range(dtype, "torch", q=inputs.q, k=inputs.k)
-        inputs = inputs._replace(q=aligned_as(inputs.q, dtype), k=aligned_as(inputs.k[:, :, None], dtype)[:, :, 0])
+        keys = inputs.k.unsqueeze(2)
+        q, aligned = aligned_as(inputs.q, dtype), aligned_as(keys, dtype)
+        as_given = q is inputs.q and aligned is keys
+        if not as_given:
+            inputs = inputs._replace(q=q, k=aligned.squeeze(2))
+        templates = self._templates_as_given if as_given else None
+        if templates is None:
+            templates = [self._template(inputs, first, rows) for first, rows, _ in self._steps]
+            self._templates_as_given = templates if as_given else self._templates_as_given
         indices = inputs.q.new_empty(problem.out_shape, dtype=torch.int32)
         scores = inputs.q.new_empty((division.rows, division.stride), dtype=torch.float32)
         addresses = pointers(*inputs, scores, indices)
-        for first, rows, launchers in self._steps:
-            params = _make_params(self._template(inputs, first, rows), *addresses)
+        for template, (_, _, launchers) in zip(templates, self._steps, strict=True):
+            params = _make_params(template, *addresses)
             for launch in launchers:
                 launch(params)
         return IndexerOutput(indices)
@@ -73,6 +82,7 @@ class IndexerCall:
             block_table_stride=0 if inputs.block_table is None else inputs.block_table.stride(0),
             scores_stride=division.stride,
             batch_size=problem.batch_size,
+            seqlen_q=problem.seqlen_q,
             nheads=problem.nheads,
             headdim=inputs.q.shape[-1],
             k_seqlen=problem.k_seqlen,

@@ -70,7 +70,7 @@ class TopKeysConfig(Variant):
 
     source: ClassVar[str] = "top_keys.cuh"
     include_folders: ClassVar = FOLDERS
-    num_warps: ClassVar = 16
+    num_warps: ClassVar = 32
     shared_bytes: ClassVar = 2048 * 4 + num_warps * 4 + 8  # which the kernel asserts
 
     @property

@@ -30,24 +30,25 @@ public:
         for (int64_t sequence = 0; sequence < p.batch_size; ++sequence)
             most_keys_ = std::max(most_keys_, length_of(sequence));
         stride_ = divide_up(std::max<int64_t>(most_keys_, 1), kKeyStep) * kKeyStep;
-        const double keys = static_cast<double>(total_q()) * static_cast<double>(most_keys_);
+        const double keys = static_cast<double>(p.total_q) * static_cast<double>(most_keys_);
         const double work = keys * static_cast<double>(p.nheads * p.headdim);
         num_threads_ = work < kSerialWork ? 1 : static_cast<int>(p.num_threads);
         scratch_ = kernels.scratch_floats(p);
     }
 
     bool run() const {
-        const int64_t rows = std::min(total_q(), std::max<int64_t>(kScoreFloats / stride_, kIndexerRows));
+        const int64_t rows = std::min(p_.total_q, std::max<int64_t>(kScoreFloats / stride_, kIndexerRows));
         Arena arena((rows * stride_ + num_threads_ * scratch_) * sizeof(float));
         if (arena.data() == nullptr) return false;
         float* const scores = reinterpret_cast<float*>(arena.data());
-        for (int64_t first = 0; first < total_q(); first += rows)
-            run_rows(first, std::min(first + rows, total_q()), scores, scores + rows * stride_);
+        for (int64_t first = 0; first < p_.total_q; first += rows)
+            run_rows(first, std::min(first + rows, p_.total_q), scores, scores + rows * stride_);
         return true;
     }
 
 private:
-    int64_t total_q() const { return p_.cu_seqlens_q[p_.batch_size]; }
+    // The first row of a sequence.
+    int64_t row_of(int64_t sequence) const { return p_.cu_seqlens_q ? p_.cu_seqlens_q[sequence] : sequence * p_.seqlen_q; }
 
     int64_t length_of(int64_t sequence) const {
         if (p_.seqused_k) return p_.seqused_k[sequence];
@@ -56,7 +57,7 @@ private:
 
     // How many keys a row of q sees.
     int64_t seen_by(int64_t sequence, int64_t row) const {
-        const int64_t behind = p_.causal ? p_.cu_seqlens_q[sequence + 1] - 1 - row : 0;
+        const int64_t behind = p_.causal ? row_of(sequence + 1) - 1 - row : 0;
         return std::max<int64_t>(length_of(sequence) - behind, 0);
     }
 
@@ -84,8 +85,8 @@ private:
     std::vector<Queries> blocks_of(int64_t first, int64_t end) const {
         std::vector<Queries> blocks;
         for (int64_t sequence = 0; sequence < p_.batch_size; ++sequence) {
-            const int64_t last = std::min<int64_t>(p_.cu_seqlens_q[sequence + 1], end);
-            for (int64_t row = std::max<int64_t>(p_.cu_seqlens_q[sequence], first); row < last; row += kIndexerRows) {
+            const int64_t last = std::min(row_of(sequence + 1), end);
+            for (int64_t row = std::max(row_of(sequence), first); row < last; row += kIndexerRows) {
                 const int64_t end_row = std::min(row + kIndexerRows, last);
                 blocks.push_back({sequence, row, end_row, seen_by(sequence, end_row - 1)});
             }

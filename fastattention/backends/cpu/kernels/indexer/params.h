@@ -16,12 +16,13 @@ typedef struct FaIndexerParams {
     const void* q;  // (total_q, nheads, headdim)
     const void* k;  // (k_rows, k_seqlen, headdim)
     const float* weights;  // (total_q, nheads)
-    const int32_t* cu_seqlens_q;  // (batch_size + 1)
+    const int32_t* cu_seqlens_q;  // (batch_size + 1), or null
     const int32_t* cu_seqlens_k;  // (batch_size + 1), or null
     const int32_t* seqused_k;  // (batch_size), or null
     const int32_t* block_table;  // (batch_size, max_blocks_per_seq), or null
     int64_t dtype;  // of q and k
-    int64_t batch_size, nheads, headdim, k_seqlen;
+    int64_t total_q, batch_size, seqlen_q;  // seqlen_q: without cu_seqlens_q
+    int64_t nheads, headdim, k_seqlen;
     int64_t q_stride_row, q_stride_head;
     int64_t k_stride_batch, k_stride_row;
     int64_t weights_stride_row;

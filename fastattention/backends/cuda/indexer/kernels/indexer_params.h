@@ -10,7 +10,7 @@ struct IndexerParams {
     const uint16_t* q;            // (total_q, nheads, headdim)
     const uint16_t* k;            // (k_rows, k_seqlen, headdim)
     const float* weights;         // (total_q, nheads)
-    const int32_t* cu_seqlens_q;  // (batch_size + 1,)
+    const int32_t* cu_seqlens_q;  // (batch_size + 1,), or null
     const int32_t* cu_seqlens_k;  // (batch_size + 1,), or null
     const int32_t* seqused_k;     // (batch_size,), or null
     const int32_t* block_table;   // (batch_size, max_blocks_per_seq), or null
@@ -22,6 +22,7 @@ struct IndexerParams {
     int64_t weights_stride_row, block_table_stride, scores_stride;
 
     int32_t batch_size;
+    int32_t seqlen_q;  // of every sequence, without cu_seqlens_q
     int32_t nheads;
     int32_t headdim;
     int32_t k_seqlen;      // tokens of a row of k, or of a page

@@ -9,7 +9,7 @@ namespace fastattention {
 class IndexerSequence {
 public:
     FA_DEVICE IndexerSequence(const IndexerParams& p, int index)
-        : index_(index), first_row_(p.cu_seqlens_q[index]), end_row_(p.cu_seqlens_q[index + 1]), causal_(p.causal) {
+        : index_(index), first_row_(row_of(p, index)), end_row_(row_of(p, index + 1)), causal_(p.causal) {
         length_ = p.most_keys;
         if (p.cu_seqlens_k != nullptr) length_ = p.cu_seqlens_k[index + 1] - p.cu_seqlens_k[index];
         // A length that the host has not checked must not lead behind a sequence's memory.
@@ -26,12 +26,17 @@ public:
     }
 
 private:
+    static FA_DEVICE int row_of(const IndexerParams& p, int index) {
+        return p.cu_seqlens_q == nullptr ? index * p.seqlen_q : p.cu_seqlens_q[index];
+    }
+
     int index_, first_row_, end_row_, length_;
     bool causal_;
 };
 
 // The index of the sequence that has a row of q.
 FA_DEVICE int sequence_of_row(const IndexerParams& p, int row) {
+    if (p.cu_seqlens_q == nullptr) return row / p.seqlen_q;
     int low = 0, high = p.batch_size;
     while (high - low > 1) {
         const int middle = (low + high) / 2;

@@ -42,17 +42,20 @@ public:
 
 private:
     static constexpr int kTogether = 4;  // neighbouring scores that a thread reads
+    static constexpr int kLoads = 4;     // such reads that are on their way together
     static constexpr int kSumsAt = kBins * 4, kFoundAt = kSumsAt + Config::num_warps * 4;
     static_assert(kFoundAt + 8 == Config::shared_bytes);
 
-    // Scores of four neighbouring keys; those behind the last one are below all others.
+    // Scores of neighbouring keys from `first` on, which stand for nothing behind the last one.
+    FA_DEVICE Words4 read(int first) const { return load_written_128(scores_ + first, first < seen_); }
+
+    // Their ranks; those behind the last one are 0, below all others.
     struct Ranks {
         uint32_t rank[kTogether];
 
-        FA_DEVICE Ranks(const TopKeys& keys, int first) {
-            const Words4 words = load_written_128(keys.scores_ + first, first < keys.seen_);
+        FA_DEVICE Ranks(const Words4& words, int first, int seen) {
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i) rank[i] = first + i < keys.seen_ ? rank_of(words.word[i]) : 0;
+            for (int i = 0; i < kTogether; ++i) rank[i] = first + i < seen ? rank_of(words.word[i]) : 0;
         }
     };
 
@@ -61,12 +64,18 @@ private:
         const uint32_t digits = (1u << bits) - 1;
         for (int i = thread_index(); i < kBins; i += kThreads) store_shared_32(at_ + i * 4, 0);
         cta_barrier();
-        for (int first = thread_index() * kTogether; first < seen_; first += kThreads * kTogether) {
-            const Ranks ranks(*this, first);
+        for (int begin = thread_index() * kTogether; begin < seen_; begin += kLoads * kThreads * kTogether) {
+            Words4 words[kLoads];
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i)
-                if (first + i < seen_ && (ranks.rank[i] & known_) == rank_)
-                    add_shared_32(at_ + (ranks.rank[i] >> shift & digits) * 4, 1);
+            for (int load = 0; load < kLoads; ++load) words[load] = read(begin + load * kThreads * kTogether);
+#pragma unroll
+            for (int load = 0; load < kLoads; ++load) {
+                const Ranks ranks(words[load], begin + load * kThreads * kTogether, seen_);
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i)
+                    if (ranks.rank[i] != 0 && (ranks.rank[i] & known_) == rank_)
+                        add_shared_32(at_ + (ranks.rank[i] >> shift & digits) * 4, 1);
+            }
         }
         cta_barrier();
         // Bins come from the highest to the lowest.
@@ -105,9 +114,11 @@ private:
 
     FA_DEVICE void write_keys() const {
         int higher = 0, equal = 0;  // keys so far with ranks above that of the last key, and with that rank
+        Words4 ahead = read(thread_index() * kTogether);
         for (int begin = 0; begin < seen_; begin += kThreads * kTogether) {
             const int first = begin + thread_index() * kTogether;
-            const Ranks ranks(*this, first);
+            const Ranks ranks(ahead, first, seen_);
+            ahead = read(first + kThreads * kTogether);
             int mine = 0;  // counts of both in the upper and the lower half
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) mine += (ranks.rank[i] > rank_) * 0x10000 + (ranks.rank[i] == rank_);

@@ -4,7 +4,7 @@ A query scores each key that it sees, and takes the topk keys of the greatest sc
 
     score[s] = sum_j weights[j] max(q[j] . k[s], 0)
 
-A score that is not a number counts as infinite. Of keys with one score the first ones win.
+A score that is not a number counts as the greatest. Of keys with one score the first ones win.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def scores_of_queries(
             products = (inputs.q[row].to(dtype) @ keys.to(dtype).T).clamp(min=0.0)
             scores = (inputs.weights[row].to(dtype)[:, None] * products).sum(dim=0)
             seen = max(len(keys) - (rows[-1] - row), 0) if problem.causal else len(keys)
-            yield row, scores[:seen].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            yield row, scores[:seen]
 
 
 def sequences(problem: IndexerProblem, inputs: IndexerInputs) -> Iterator[tuple[range, Tensor]]:

@@ -53,7 +53,7 @@ def index(problem: IndexerProblem, inputs: IndexerInputs) -> IndexerOutput:
 def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """(queries, seqlen_k) from q (queries, nheads, headdim)."""
     products = (q.flatten(0, 1) @ keys.T).clamp_(min=0.0).view(*q.shape[:2], -1)
-    return (weights[:, None] @ products)[:, 0].nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return (weights[:, None] @ products)[:, 0]
 
 
 def _write_best(indices: Tensor, scores: Tensor, hidden: Tensor) -> None:

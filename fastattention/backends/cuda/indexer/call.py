@@ -10,7 +10,6 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.cuda.attention.launches import divisor
 from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
-from fastattention.backends.cuda.indexer.config import TopKeysConfig
 from fastattention.backends.cuda.indexer.heuristics import choose
 from fastattention.backends.cuda.indexer.params import IndexerParams
 from fastattention.gpu_runtime.chips import Limits
@@ -39,7 +38,7 @@ class IndexerCall:
     def _launchers(self, rows: int, launcher: Callable[[KernelLaunch], Launcher]) -> list[Launcher]:
         """Scores, unless every query takes all keys, and then the best keys."""
         division = self._division
-        launches = [KernelLaunch(TopKeysConfig(), 0, rows)]
+        launches = [KernelLaunch(division.top_keys, 0, rows)]
         if self._problem.most_keys > self._problem.topk:
             ctas = _row_tiles(rows, division.config.queries) * -(-division.stride // division.part_keys)
             launches.insert(0, KernelLaunch(division.config, 0, ctas))

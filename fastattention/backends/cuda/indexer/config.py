@@ -66,12 +66,18 @@ class KeyScoresConfig(PlainTiles, TileVariant):
 
 @dataclass(frozen=True)
 class TopKeysConfig(Variant):
-    """The one variant of kernels/top_keys.cuh."""
+    """One variant of kernels/top_keys.cuh."""
 
     source: ClassVar[str] = "top_keys.cuh"
     include_folders: ClassVar = FOLDERS
-    num_warps: ClassVar = 32
-    shared_bytes: ClassVar = 2048 * 4 + num_warps * 4 + 8  # which the kernel asserts
+    bin_copies: ClassVar = 4  # lanes with neighbouring scores add to different copies of a bin
+
+    num_warps: int  # a power of two, at most 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, which the kernel asserts."""
+        return self.bin_copies * 2048 * 4 + self.num_warps * 4 + 8
 
     @property
     def entries(self) -> tuple[Entry, ...]:

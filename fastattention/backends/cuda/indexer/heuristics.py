@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from fastattention.backends.cuda.common.arch import ARCH_FACTS
-from fastattention.backends.cuda.indexer.config import HEADDIMS, KeyScoresConfig
+from fastattention.backends.cuda.indexer.config import HEADDIMS, KeyScoresConfig, TopKeysConfig
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.indexer.problem import IndexerProblem
 
-# Scores of so many floats are in memory at a time, 64 MB, unless the queries of one CTA have more keys.
+# So many scores are in memory at a time, 64 MB, unless the queries of one CTA have more keys.
 _SCORES = 1 << 24
 # Keys of a CTA: more of them take longer than the CTA's queries do to arrive.
 _PART_KEYS = 4096
+# Keys up to which several narrow CTAs choose for as many queries at a time. With more, a wide one reads more at a time.
+_NARROW_KEYS = 1 << 14
 _CTAS_OF_SM = 4  # so many, one after another, keep multiprocessors evenly busy
 
 
@@ -23,7 +25,8 @@ class Division:
     """How a call is divided among launches and CTAs."""
 
     config: KeyScoresConfig
-    stride: int  # floats from the scores of a query to those of the next
+    top_keys: TopKeysConfig
+    stride: int  # from the scores of a query to those of the next
     rows: int  # queries of a launch
     part_keys: int  # of a CTA
 
@@ -57,7 +60,8 @@ def choose(problem: IndexerProblem, arch: int, limits: Limits) -> Division:
     row_tiles = -(-rows // queries)
     parts = max(-(-_CTAS_OF_SM * limits.num_sms // max(row_tiles, 1)), -(-stride // _PART_KEYS))
     part_keys = -(-stride // parts // tile_n) * tile_n
-    return Division(config, stride, rows, max(part_keys, tile_n))
+    top_keys = TopKeysConfig(8 if problem.most_keys <= _NARROW_KEYS else 32)
+    return Division(config, top_keys, stride, rows, max(part_keys, tile_n))
 
 
 def _queries(problem: IndexerProblem, arch: int) -> int:

@@ -6,9 +6,9 @@
 
 namespace fastattention {
 
-// An integer whose order is that of scores. NaN is infinite, and both zeros are one.
+// An integer whose order is that of scores. NaN is the greatest, and both zeros are one.
 inline uint32_t rank_of(float score) {
-    if (score != score) return 0xff800000u;
+    if (score != score) return 0xffffffffu;
     score += 0.0f;
     uint32_t bits;
     std::memcpy(&bits, &score, sizeof bits);

@@ -14,7 +14,7 @@ struct IndexerParams {
     const int32_t* cu_seqlens_k;  // (batch_size + 1,), or null
     const int32_t* seqused_k;     // (batch_size,), or null
     const int32_t* block_table;   // (batch_size, max_blocks_per_seq), or null
-    float* scores;                // (num_rows, scores_stride); those of keys that a row does not see hold anything
+    float* scores;                // (num_rows, scores_stride); anything for keys that a row does not see
     int32_t* indices;             // (total_q, topk)
 
     int64_t q_stride_row, q_stride_head;

@@ -1,7 +1,7 @@
 // The keys of the greatest scores of each query, in rising order. A CTA has a query.
 //
-// Ranks are integers whose order is that of scores. The CTA counts scores by the first bits of their ranks, then those with
-// the same first bits by the next ones, and so finds the rank of the topk-th score. One more pass writes the keys.
+// The CTA counts ranks of scores by their first bits, then those with the same first bits by the next ones, and so finds the
+// rank of the topk-th score. One more pass writes the keys.
 #pragma once
 
 #include "indexer_sequence.cuh"
@@ -10,15 +10,8 @@
 namespace fastattention {
 
 constexpr int kThreads = Config::num_warps * 32;
-constexpr int kPassBits = 11, kBins = 1 << kPassBits, kBinsOfThread = kBins / kThreads;
+constexpr int kPassBits = 11, kBins = 1 << kPassBits, kBinsOfThread = kBins / kThreads, kCopies = Config::bin_copies;
 static_assert(kBinsOfThread * kThreads == kBins);
-
-// NaN is infinite, and both zeros are one.
-FA_DEVICE uint32_t rank_of(uint32_t score) {
-    const float x = as_float(score) + 0.0f;
-    const uint32_t bits = x == x ? as_bits(x) : 0x7f800000u;
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
 
 class TopKeys {
 public:
@@ -41,40 +34,44 @@ public:
     }
 
 private:
-    static constexpr int kTogether = 4;  // neighbouring scores that a thread reads
+    static constexpr int kTogether = 4;  // neighbouring ranks that a thread reads
     static constexpr int kLoads = 4;     // such reads that are on their way together
-    static constexpr int kSumsAt = kBins * 4, kFoundAt = kSumsAt + Config::num_warps * 4;
+    static constexpr int kStep = kThreads * kTogether;
+    static constexpr int kSumsAt = kCopies * kBins * 4, kFoundAt = kSumsAt + Config::num_warps * 4;
     static_assert(kFoundAt + 8 == Config::shared_bytes);
 
-    // Scores of neighbouring keys from `first` on, which stand for nothing behind the last one.
+    // Scores of neighbouring keys from `first` on.
     FA_DEVICE Words4 read(int first) const { return load_written_128(scores_ + first, first < seen_); }
 
-    // Their ranks; those behind the last one are 0, below all others.
-    struct Ranks {
-        uint32_t rank[kTogether];
-
-        FA_DEVICE Ranks(const Words4& words, int first, int seen) {
+    // Integers whose order is that of scores. Those behind the last key are 0, which no score has. NaN, which comes without a
+    // sign, is the greatest; sums that begin with 0 are never -0.
+    FA_DEVICE void rank(Words4& scores, int first) const {
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i) rank[i] = first + i < seen ? rank_of(words.word[i]) : 0;
+        for (int i = 0; i < kTogether; ++i) {
+            const uint32_t bits = scores.word[i];
+            const uint32_t flipped = static_cast<uint32_t>(static_cast<int>(bits) >> 31) | 0x80000000u;
+            scores.word[i] = first + i < seen_ ? bits ^ flipped : 0;
         }
-    };
+    }
 
-    // Finds the next bits of the rank of the last key that is taken.
+    // Finds the next `bits` bits of the rank of the last key that is taken, of which those above are known.
     FA_DEVICE void find_digit(int shift, int bits) {
-        const uint32_t digits = (1u << bits) - 1;
-        for (int i = thread_index(); i < kBins; i += kThreads) store_shared_32(at_ + i * 4, 0);
+        const uint32_t digits = (1u << bits) - 1, known = shift + bits == 32 ? 0 : 0xffffffffu << (shift + bits);
+        for (int i = thread_index(); i < kCopies * kBins; i += kThreads) store_shared_32(at_ + i * 4, 0);
         cta_barrier();
-        for (int begin = thread_index() * kTogether; begin < seen_; begin += kLoads * kThreads * kTogether) {
-            Words4 words[kLoads];
+        const uint32_t at = at_ + lane_index() % kCopies * 4;
+        for (int first = thread_index() * kTogether; first < seen_; first += kLoads * kStep) {
+            Words4 ranks[kLoads];
 #pragma unroll
-            for (int load = 0; load < kLoads; ++load) words[load] = read(begin + load * kThreads * kTogether);
+            for (int load = 0; load < kLoads; ++load) ranks[load] = read(first + load * kStep);
 #pragma unroll
             for (int load = 0; load < kLoads; ++load) {
-                const Ranks ranks(words[load], begin + load * kThreads * kTogether, seen_);
+                rank(ranks[load], first + load * kStep);
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i)
-                    if (ranks.rank[i] != 0 && (ranks.rank[i] & known_) == rank_)
-                        add_shared_32(at_ + (ranks.rank[i] >> shift & digits) * 4, 1);
+                for (int i = 0; i < kTogether; ++i) {
+                    const uint32_t rank = ranks[load].word[i];
+                    if (rank != 0 && (rank & known) == rank_) add_shared_32(at + (rank >> shift & digits) * (kCopies * 4), 1);
+                }
             }
         }
         cta_barrier();
@@ -83,7 +80,10 @@ private:
 #pragma unroll
         for (int i = 0; i < kBinsOfThread; ++i) {
             const int bin = kBins - 1 - (thread_index() * kBinsOfThread + i);
-            counts[i] = static_cast<int>(load_shared_32(at_ + bin * 4));
+            counts[i] = 0;
+#pragma unroll
+            for (int copy = 0; copy < kCopies; ++copy)
+                counts[i] += static_cast<int>(load_shared_32(at_ + (bin * kCopies + copy) * 4));
             sum += counts[i];
         }
         int above = sum_before(sum);
@@ -97,7 +97,6 @@ private:
         }
         cta_barrier();
         rank_ |= load_shared_32(at_ + kFoundAt) << shift;
-        known_ |= digits << shift;
         ties_ = static_cast<int>(load_shared_32(at_ + kFoundAt + 4));
         cta_barrier();
     }
@@ -107,26 +106,27 @@ private:
         const int warp = thread_index() / 32, up_to = sum_up_to_lane(x);
         if (lane_index() == 31) store_shared_32(at_ + kSumsAt + warp * 4, static_cast<uint32_t>(up_to));
         cta_barrier();
-        int sum = up_to - x;
-        for (int i = 0; i < warp; ++i) sum += static_cast<int>(load_shared_32(at_ + kSumsAt + i * 4));
-        return sum;
+        // Each lane has the sum of a warp.
+        const int of_warp = lane_index() < warp ? static_cast<int>(load_shared_32(at_ + kSumsAt + lane_index() * 4)) : 0;
+        return sum_of_lanes(of_warp) + up_to - x;
     }
 
     FA_DEVICE void write_keys() const {
         int higher = 0, equal = 0;  // keys so far with ranks above that of the last key, and with that rank
         Words4 ahead = read(thread_index() * kTogether);
-        for (int begin = 0; begin < seen_; begin += kThreads * kTogether) {
+        for (int begin = 0; begin < seen_; begin += kStep) {
             const int first = begin + thread_index() * kTogether;
-            const Ranks ranks(ahead, first, seen_);
-            ahead = read(first + kThreads * kTogether);
+            Words4 ranks = ahead;
+            rank(ranks, first);
+            ahead = read(first + kStep);
             int mine = 0;  // counts of both in the upper and the lower half
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i) mine += (ranks.rank[i] > rank_) * 0x10000 + (ranks.rank[i] == rank_);
+            for (int i = 0; i < kTogether; ++i) mine += (ranks.word[i] > rank_) * 0x10000 + (ranks.word[i] == rank_);
             const int before = sum_before(mine);
             int higher_before = higher + (before >> 16), equal_before = equal + (before & 0xffff);
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const bool is_higher = ranks.rank[i] > rank_, is_equal = ranks.rank[i] == rank_;
+                const bool is_higher = ranks.word[i] > rank_, is_equal = ranks.word[i] == rank_;
                 const int taken = equal_before < ties_ ? equal_before : ties_;
                 if (is_higher || (is_equal && equal_before < ties_)) indices_[higher_before + taken] = first + i;
                 higher_before += is_higher;
@@ -149,8 +149,8 @@ private:
     int32_t* const indices_;
     const int seen_;
     const uint32_t at_;
-    uint32_t rank_ = 0, known_ = 0;  // bits of the rank of the last key, and which of them are known
-    int ties_ = p_.topk;             // keys that are taken among those with this rank
+    uint32_t rank_ = 0;   // the bits that are known of the rank of the last key
+    int ties_ = p_.topk;  // keys that are taken among those with this rank
 };
 
 }  // namespace fastattention

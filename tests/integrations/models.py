@@ -41,7 +41,7 @@ _LATENTS: dict[str, Any] = {
     "v_head_dim": 16, "tie_word_embeddings": False, "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-_INDEXER = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
+_INDEXER = {"index_topk": 6, "index_n_heads": 24, "index_head_dim": 16}  # with few heads scores of 0 would tie
 _CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
     "qwen3": _DECODER,

@@ -64,8 +64,8 @@ def fast_attention_forward(
     dropout, scaling, softcap: dropout_p, softmax_scale and softcap of fast_attn_func; softcap None is off
     s_aux: sinks, (nheads,)
     position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
-    indices: integers (batch_size, seqlen_q, topk), keys that an indexer (of DeepSeek-V3.2) selected for each query. A
-        query sees only those of them that attention_mask, a tensor, shows to it.
+    indices: integers (batch_size, seqlen_q, topk), keys that an indexer (of DeepSeek-V3.2) selected for each query, -1
+        for none. A query sees only those of them that attention_mask shows to it.
     functions: the functions that compute it
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
@@ -76,6 +76,10 @@ def fast_attention_forward(
     has_more = not _MEANINGFUL.isdisjoint(kwargs)
     if has_more:
         _check_unsupported(kwargs)
+    if indices is not None:
+        _check_selected(attention_mask, indices, query, key)
+        if indices.shape[-1] >= key.shape[2]:
+            indices = None  # all keys are selected that the mask shows
     if isinstance(key, Latents):
         if key.is_expanded_for(query, None if indices is None else indices.shape[-1]):
             key, value = key.expanded()
@@ -88,12 +92,14 @@ def fast_attention_forward(
             )  # fmt: skip
             return key.projected(out), None
     if indices is not None:
-        mask = _checked_mask(attention_mask, indices, query, key)
+        assert attention_mask is not None
         if key.shape[1] == 1 or query.shape[2] == 1:
             assert isinstance(key, Tensor)
             assert isinstance(value, Tensor)
-            return _attend_to_selected(query, key, value, mask, indices, scaling, softcap, s_aux, dropout), None
-        attention_mask = _with_selected(mask, indices, key.shape[2])
+            return _attend_to_selected(
+                query, key, value, attention_mask, indices, scaling, softcap, s_aux, dropout
+            ), None
+        attention_mask = _with_selected(attention_mask, indices, key.shape[2])
     functions = prefill_functions(functions, module, query, key, attention_mask)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
@@ -139,41 +145,43 @@ def _check_unsupported(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _checked_mask(
-    mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens
-) -> Tensor:
-    """The mask of a model with an indexer, which computes with it as well."""
+def _check_selected(
+    mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens | Latents
+) -> None:
     shape = (query.shape[0], query.shape[2])
-    if isinstance(key, StoredTokens) or not isinstance(mask, Tensor) or tuple(indices.shape[:-1]) != shape:
+    if isinstance(key, StoredTokens) or mask is None or tuple(indices.shape[:-1]) != shape:
         raise UnsupportedError(
-            f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need a tensor as attention_mask, "
-            f"a cache of Transformers, and shape {shape} followed by the number of keys; load the model with "
+            f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need an attention_mask, a cache "
+            f"of Transformers, and shape {shape} followed by the number of keys; load the model with "
             "attn_implementation='eager'"
         )
-    return mask
 
 
-def _with_selected(mask: Tensor, indices: Tensor, seqlen_k: int) -> Tensor:
+def _with_selected(mask: SequenceMask | Tensor, indices: Tensor, seqlen_k: int) -> Tensor:
     """The mask with all keys hidden that were not selected, as models with an indexer make it for eager attention."""
-    seen = indices.new_zeros((*indices.shape[:2], seqlen_k), dtype=torch.bool).scatter(-1, indices.long(), True)[
-        :, None
-    ]
+    mask = mask if isinstance(mask, Tensor) else mask.as_tensor()
+    columns = torch.where(indices < 0, seqlen_k, indices).long()
+    seen = indices.new_zeros((*indices.shape[:2], seqlen_k + 1), dtype=torch.bool).scatter(-1, columns, True)
+    seen = seen[:, None, :, :-1]
     return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 def _attend_to_selected(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, indices: Tensor, scaling: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask | Tensor, indices: Tensor, scaling: float | None,
     softcap: float | None, sinks: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """Attention to the selected keys alone, but for those that the mask hides. Indexers fill up with such keys."""
+    """Attention to the selected keys alone, but for those that the mask hides.
+
+    With a matrix as their mask indexers fill up with such keys; with a SequenceMask they select none.
+    """
     if dropout:
         raise UnsupportedError("dropout is not served with indices; load the model with attn_implementation='eager'")
-    hides = ~mask if mask.dtype is torch.bool else mask < 0.5 * torch.finfo(mask.dtype).min
-    hidden = hides.expand(query.shape[0], 1, query.shape[2], key.shape[2])[:, 0].gather(-1, indices.long())
+    if isinstance(mask, Tensor):
+        hides = ~mask if mask.dtype is torch.bool else mask < 0.5 * torch.finfo(mask.dtype).min
+        hides = hides.expand(query.shape[0], 1, query.shape[2], key.shape[2])[:, 0]
+        indices = torch.where(hides.gather(-1, indices.clamp(min=0).long()), -1, indices)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return fast_attn_selected_func(
-        q, k, v, torch.where(hidden, -1, indices), scaling, softcap=softcap or 0.0, sinks=sinks
-    )
+    return fast_attn_selected_func(q, k, v, indices, scaling, softcap=softcap or 0.0, sinks=sinks)
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> tuple[bool, Window]:

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_tracing
 
 from fastattention.errors import ArgumentError
 from fastattention.host_numbers import constant
+from fastattention.integrations.transformers.indexers import serve_indexers
 from fastattention.integrations.transformers.latents import serve_latents
 from fastattention.integrations.transformers.masks import (
     CachedMask,
@@ -64,7 +65,9 @@ def fast_attention_mask(
         q_offset = int(q_offset)  # a static cache counts on the device, and later changes this tensor
     if attention_mask is not None:
         attention_mask = _fitting(attention_mask, batch_size)
-    needed = matrix_needed(config)
+    pattern = recognize(mask_function)
+    indexed = serve_indexers(config) and pattern == CAUSAL
+    needed = None if indexed else matrix_needed(config)
     if needed == "float":
         return eager_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,  # type: ignore[arg-type]
@@ -79,7 +82,6 @@ def fast_attention_mask(
         assert mask is not None
         return mask
 
-    pattern = recognize(mask_function)
     decodes = q_length == 1 and not torch.is_grad_enabled()  # a CachedMask has no gradients
     counts_all = pattern == CAUSAL and kv_offset == 0 and attention_mask is None
     if isinstance(q_offset, Tensor) and decodes and counts_all and not needed:
@@ -95,8 +97,8 @@ def fast_attention_mask(
     if pattern.sequence_ids is not None:
         return call.sequences(pattern.sequence_ids)
     # Models that compute with their mask do not allow skipping it. Nor does `generate`, when it decodes into a static
-    # cache.
-    if q_length > 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip):
+    # cache. Indexers that have been changed do.
+    if q_length > 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip or indexed):
         return as_tensor()
     return call.mask(attention_mask)
 

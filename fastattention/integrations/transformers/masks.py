@@ -31,6 +31,8 @@ Window = tuple[int, int]  # keys seen to the left and to the right, -1 unlimited
 Tokens = tuple[Tensor, Tensor]  # row of the batch and index in the row of each token, int64
 
 
+_WITHOUT_HEADS = (slice(None), 0, slice(None), slice(None))  # what models give their indexers of a mask
+
 _NOT_A_TENSOR = (
     "this model computes with its attention mask instead of handing it to the attention function; "
     "load it with attn_implementation='sdpa' or 'eager'"
@@ -91,7 +93,9 @@ class SequenceMask:
     def __getattr__(self, name: str) -> Any:
         raise NoAttributeError(f"{type(self).__name__} of fast_attention has no {name!r}: {_NOT_A_TENSOR}")
 
-    def __getitem__(self, index: object) -> Tensor:
+    def __getitem__(self: AnyMask, index: object) -> AnyMask:
+        if index == _WITHOUT_HEADS:
+            return self
         raise UnsupportedError(f"{type(self).__name__} of fast_attention cannot be indexed: {_NOT_A_TENSOR}")
 
     @classmethod

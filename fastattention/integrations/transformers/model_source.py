@@ -76,9 +76,9 @@ def matrix_needed(config_class: type) -> str | None:
     except (OSError, SyntaxError):  # a module without source
         return None
     computes = any(
-        _is_computation(node)
+        is_computation(node)
         for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef) and _asks_interface(function)
+        if isinstance(function, ast.FunctionDef) and asks_interface(function)
         for node in ast.walk(function)
     )
     if not computes and not any(map(_forbids_to_skip, ast.walk(tree))):
@@ -95,11 +95,12 @@ def _forbids_to_skip(node: ast.AST) -> bool:
     return isinstance(node.value, ast.Constant) and node.value.value is False
 
 
-def _asks_interface(function: ast.FunctionDef) -> bool:
+def asks_interface(function: ast.FunctionDef) -> bool:
+    """Whether a function looks up the attention function of its implementation."""
     return any(isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS" for node in ast.walk(function))
 
 
-def _is_computation(node: ast.AST) -> bool:
+def is_computation(node: ast.AST) -> bool:
     """Whether `node` is an operator, an index, a method or a function of torch that is given the mask."""
     if isinstance(node, ast.BinOp):
         return _is_mask(node.left) or _is_mask(node.right)

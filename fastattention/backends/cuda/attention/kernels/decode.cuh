@@ -63,7 +63,7 @@ public:
         if (cta_group >= schedule.num_cta_groups()) return;
         TileSpan rest = schedule.span(cta_group);
         if (rest.begin >= rest.end) return;
-        SequenceTiles sequence = schedule.sequence_with(rest.begin);
+        SequenceTiles sequence = schedule.sequence_with(rest.begin, cta_group);
         while (true) {
             const int first = rest.begin - sequence.begin, end = smaller(rest.end, sequence.end) - sequence.begin;
             const bool is_whole = first == 0 && sequence.begin + end == sequence.end;

@@ -9,7 +9,8 @@
 // there; of any other, every CTA stores a partial result, and combine.cuh merges them. A CTA has two slots for partial
 // results: one for the sequence it begins within, one for the sequence it ends within.
 //
-// With `num_splits`, every sequence is cut into that many spans of its own instead, and a CTA has one slot.
+// With `num_splits`, every sequence is cut into that many spans of its own instead, and a CTA has one slot. Tiles are then
+// counted within their sequence, so that no CTA looks at other sequences: there may be one for every query of a prompt.
 #pragma once
 
 #include "lanes.cuh"
@@ -65,7 +66,9 @@ public:
     FA_DEVICE Schedule(const AttentionParams& p, const CachedTokens& of_lane)
         : p_(p),
           end_of_lane_(ends_from(0, 0, of_lane)),
-          total_(p.batch_size > 32 ? sum_of_tiles(p.batch_size) : shuffle(end_of_lane_, 31)),
+          total_(p.num_splits > 0    ? 0
+                 : p.batch_size > 32 ? sum_of_tiles(p.batch_size)
+                                     : shuffle(end_of_lane_, 31)),
           cta_groups_(p.num_splits > 0 ? p.batch_size * p.num_splits : smaller(p.num_cta_groups, total_)),
           spans_(total_, cta_groups_, cta_groups_ < p.num_cta_groups ? 1 : cta_groups_divisor().quotient_of(total_)) {}
 
@@ -77,9 +80,7 @@ public:
         const SequenceTiles whole = sequence(cta_group / p_.num_splits);
         const int split = cta_group - whole.batch * p_.num_splits, tiles = whole.end - whole.begin;
         const int splits = smaller(p_.num_splits, tiles);
-        if (split >= splits) return {whole.begin, whole.begin};
-        const TileSpan part = EvenParts(tiles, splits).part(split);
-        return {whole.begin + part.begin, whole.begin + part.end};
+        return split < splits ? EvenParts(tiles, splits).part(split) : TileSpan{0, 0};
     }
 
     // The CTA groups whose spans have tiles of a sequence.
@@ -97,12 +98,14 @@ public:
     }
 
     FA_DEVICE SequenceTiles sequence(int batch) const {
+        if (p_.num_splits > 0) return {batch, 0, tiles_of(batch)};
         const int begin = batch > 32 ? sum_of_tiles(batch) : batch == 0 ? 0 : shuffle(end_of_lane_, batch - 1);
         return {batch, begin, begin + tiles_of(batch)};
     }
 
-    // The sequence that has a tile.
-    FA_DEVICE SequenceTiles sequence_with(int tile) const {
+    // The sequence that has a tile of a CTA group.
+    FA_DEVICE SequenceTiles sequence_with(int tile, int cta_group) const {
+        if (p_.num_splits > 0) return sequence(cta_group / p_.num_splits);
         int first = 0, begin = 0, end_of_lane = end_of_lane_;
 #pragma unroll 1
         for (; first + 32 < p_.batch_size && shuffle(end_of_lane, 31) <= tile; first += 32) {

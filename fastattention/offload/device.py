@@ -125,6 +125,13 @@ class Device(abc.ABC):
         """Undoes `pin`, after all copies."""
 
     @abc.abstractmethod
+    def reach(self, memory: Tensor) -> Tensor:
+        """Pinned host memory as a tensor of the device, which reads it over the link. It need not be pinned to the end.
+
+        The result must not outlive `memory`.
+        """
+
+    @abc.abstractmethod
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         """A little memory for queries that go down and results that come up."""
 
@@ -216,6 +223,10 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
         self._running.forget()
         self._runtime.cudaHostUnregister(memory.data_ptr())
+
+    def reach(self, memory: Tensor) -> Tensor:
+        """The same addresses: pinned memory is mapped."""
+        return _as_device_tensor(memory, self.torch_device)
 
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         """Pinned memory, which kernels address directly: their reads do not wait for other copies."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.interface import fast_attn_with_kvcache
+from fastattention.attention.selected import fast_attn_selected_func
 from fastattention.attention.validation import KvCacheArguments, Options
 from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.device import Copy, CpuWork, Device, Event
 from fastattention.offload.lengths import LengthTensors
 from fastattention.offload.memory import ceil_div
-from fastattention.offload.pages import PagePool, Pages, runs
+from fastattention.offload.pages import PagePool, Pages, PageShape, runs
 from fastattention.quantized import quantize
 
 
@@ -44,6 +45,8 @@ class AttendOptions(NamedTuple):
     softcap: float = 0.0
     sinks: Tensor | None = None  # on the device
     padding: Padding | None = None
+    # int32 (batch_size, seqlen_q, topk) on the device: positions of the keys that each query sees, then -1
+    indices: Tensor | None = None
 
     def leftpad(self, begin: int, end: int, device: torch.device) -> Tensor | None:
         """cache_leftpad of tokens begin to end - 1."""
@@ -56,7 +59,7 @@ class PageTable:
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.pages: list[list[int]] = [[] for _ in range(batch_size)]
         self._device = device
-        self._tensor: Tensor | None = None
+        self._tensors: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.pages[0]) if self.pages else 0
@@ -68,7 +71,7 @@ class PageTable:
     def change(self, pages: Sequence[Sequence[int]]) -> None:
         """Replaces the pages."""
         self.pages = [list(sequence) for sequence in pages]
-        self._tensor = None
+        self._tensors.clear()
 
     def extend(self, taken: Sequence[int]) -> None:
         """Adds pages, equally many for every sequence; those of the first sequence come first."""
@@ -78,10 +81,14 @@ class PageTable:
 
     def block_table(self) -> Tensor:
         """int32 (batch_size, pages a sequence)."""
-        if self._tensor is None:
+        return self.on(self._device)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The block_table for another device that reads the pages."""
+        if device not in self._tensors:
             table = torch.tensor(self.pages, dtype=torch.int32, device="cpu").view(len(self.pages), -1)
-            self._tensor = table.to(self._device, non_blocking=True)
-        return self._tensor
+            self._tensors[device] = table.to(device, non_blocking=True)
+        return self._tensors[device]
 
 
 class Layer:
@@ -134,9 +141,7 @@ class Layer:
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Appends k and v, (batch_size, seqlen_new, nheads_k, headdim or headdim_v), and attends to nothing."""
-        no_queries = k.new_empty(k.shape[0], 0, *k.shape[2:])
-        self._grow(k.shape[1])
-        fast_attn_with_kvcache(no_queries, *self._gpu.pages[:2], k, v, **self._where(self._gpu_tokens))
+        self._append(k, v)
         self.finish(k.shape[1])
 
     def attend_on_device(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, return_lse: bool) -> Any:
@@ -157,6 +162,56 @@ class Layer:
             q, *self._gpu.pages[:2], new_k, new_v, cache_leftpad=leftpad, softmax_scale=options.softmax_scale,
             causal=True, softcap=options.softcap, sinks=options.sinks, return_lse=return_lse, **self._where(before),
         )  # fmt: skip
+
+    def attend_to_selected(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, return_lse: bool) -> Any:
+        """`attend_on_device` where options.indices say which tokens are seen: those of them on the device."""
+        assert options.indices is not None
+        self._append(k, v)
+        k_pages, v_pages, *_ = self._gpu.pages
+        held = self._gpu_tokens + k.shape[1]
+        return fast_attn_selected_func(
+            q, k_pages, v_pages, positions_within(options.indices, self.host_tokens, self.host_tokens + held),
+            options.softmax_scale, softcap=options.softcap, sinks=options.sinks, return_lse=return_lse,
+            seqused_k=self._lengths.of(self.batch_size, held), block_table=self._gpu_table.block_table(),
+        )  # fmt: skip
+
+    def attend_to_gathered(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        """`attend_to_selected` on both sides, for few queries. The device reads those in CPU memory over the link."""
+        indices = options.indices
+        assert indices is not None
+        self._append(k, v)
+        if self.downloaded is not None:
+            self._device.wait(self.downloaded)
+        batch_size, seqlen_q, topk = indices.shape
+        shape, end = self._gpu.shape, self.host_tokens
+        on_host = positions_within(indices, 0, end).flatten(1)
+        here = positions_within(indices, end, end + self._gpu_tokens + k.shape[1]).flatten(1)
+        rows = torch.where(
+            on_host[..., None] >= 0,
+            self._host_rows(_rows_of(on_host, self._host_table.on(q.device), self._page_size)),
+            self._gpu.pages.k.flatten(0, 2)[_rows_of(here, self._gpu_table.block_table(), self._page_size)],
+        )
+        keys = rows.view(batch_size * seqlen_q, topk, 1, shape.headdim)
+        out = fast_attn_with_kvcache(
+            q.flatten(0, 1)[:, None], keys, keys[..., : shape.headdim_v],
+            cache_seqlens=(indices >= 0).sum(-1, dtype=torch.int32).flatten(), softmax_scale=options.softmax_scale,
+            softcap=options.softcap, sinks=options.sinks,
+        )  # fmt: skip
+        return out.view(batch_size, seqlen_q, *out.shape[2:])
+
+    def _host_rows(self, rows: Tensor) -> Tensor:
+        """Keys in CPU memory, by their rows, as the device holds keys."""
+        k, _, k_scale, _ = self._host.pages
+        found = self._device.reach(k.flatten(0, 2))[rows]
+        if k_scale is not None:
+            found = found.float() * self._device.reach(k_scale.flatten(0, 2))[rows][..., None]
+        return found.to(self._gpu.shape.dtype)
+
+    def _append(self, k: Tensor, v: Tensor) -> None:
+        """Appends to the pages on the device; `finish` advances the length."""
+        self._grow(k.shape[1])
+        no_queries = k.new_empty(k.shape[0], 0, *k.shape[2:])
+        fast_attn_with_kvcache(no_queries, *self._gpu.pages[:2], k, v, **self._where(self._gpu_tokens))
 
     def prepare_on_cpu(
         self, q: Tensor, begin: int, options: AttendOptions, out: Tensor, lse: Tensor, num_threads: int
@@ -262,7 +317,7 @@ class Layer:
 
     def _copies_down(self, leaving: Sequence[int], targets: Sequence[int]) -> Iterator[Copy]:
         for position, page, count in runs(leaving, self._gpu.slab_pages):
-            sources = _stored(self._gpu.pages, page, count, self._host.shape.cache_dtype)
+            sources = _stored(self._gpu.pages, page, count, self._host.shape)
             for offset, target, length in runs(targets[position : position + count], self._host.slab_pages):
                 for to, source in zip(self._host.pages.tensors(), sources.tensors(), strict=True):
                     yield Copy(to[target : target + length], source[offset : offset + length])
@@ -286,18 +341,35 @@ class Layer:
             self._device.wait(self.downloaded)
         for source, target in zip(sources, targets, strict=True):
             k, v, k_scale, v_scale = self._host.pages
-            for to, pages, scale in zip(self._gpu.pages[:2], (k, v), (k_scale, v_scale), strict=True):
+            sides = list(zip(self._gpu.pages[:2], (k, v), (k_scale, v_scale), strict=True))
+            for to, pages, scale in sides[:1] if self._host.shape.values_in_keys else sides:
                 numbers = pages[source].to(self._device.torch_device)
                 if scale is not None:
                     numbers = numbers.float() * scale[source].to(self._device.torch_device).unsqueeze(-1)
                 to[target].copy_(numbers)
 
 
-def _stored(pages: Pages, page: int, count: int, cache_dtype: torch.dtype | None) -> Pages:
-    """Some neighbouring pages as CPU memory holds them."""
+def _stored(pages: Pages, page: int, count: int, shape: PageShape) -> Pages:
+    """Some neighbouring pages as CPU memory holds them, in pages of `shape`."""
     k, v = pages.k[page : page + count], pages.v[page : page + count]
-    if cache_dtype is None:
+    if shape.cache_dtype is None:
         return Pages(k, v, None, None)
     # Heads come first when quantized, which keeps the results contiguous in that order.
-    (k, k_scale), (v, v_scale) = (quantize(each.transpose(1, 2), cache_dtype) for each in (k, v))
-    return Pages(*(each.transpose(1, 2) for each in (k, v, k_scale, v_scale)))
+    quantized = (
+        quantize(each.transpose(1, 2), shape.cache_dtype) for each in ((k,) if shape.values_in_keys else (k, v))
+    )
+    (k, k_scale), *other = ((each.transpose(1, 2), scale.transpose(1, 2)) for each, scale in quantized)
+    v, v_scale = other[0] if other else (k[..., : shape.headdim_v], k_scale)
+    return Pages(k, v, k_scale, v_scale)
+
+
+def positions_within(indices: Tensor, begin: int, end: int) -> Tensor:
+    """Positions counted from `begin`; -1 for those that are not before `end`, or none."""
+    return torch.where((indices >= begin) & (indices < end), indices - begin, -1)
+
+
+def _rows_of(positions: Tensor, table: Tensor, page_size: int) -> Tensor:
+    """The rows of tokens among those of all pages: int64 like positions (batch_size, tokens); any row for -1."""
+    positions = positions.clamp(min=0).long()
+    pages = table.gather(1, positions // page_size).long()
+    return pages * page_size + positions % page_size

@@ -26,6 +26,7 @@ class PageShape:
     headdim_v: int
     dtype: torch.dtype
     cache_dtype: torch.dtype | None = None  # int8 or float8_e4m3fn when quantized, with scales
+    values_in_keys: bool = False  # latents: a value is the first headdim_v elements of its key, in the same memory
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -35,8 +36,9 @@ class PageShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's key, value and scales."""
-        elements = self.nheads_k * (self.headdim + self.headdim_v) * self.stored_dtype.itemsize
-        return elements + (2 * self.nheads_k * SCALE_BYTES if self.cache_dtype else 0)
+        elements = self.headdim if self.values_in_keys else self.headdim + self.headdim_v
+        scales = (2 - self.values_in_keys) * SCALE_BYTES if self.cache_dtype else 0
+        return self.nheads_k * (elements * self.stored_dtype.itemsize + scales)
 
     @property
     def nbytes(self) -> int:
@@ -57,8 +59,9 @@ class Pages(NamedTuple):
     v_scale: Tensor | None
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that exist, with axes in the order of memory: heads before tokens."""
-        for tensor in self:
+        """All tensors that have memory of their own, with axes in the order of memory: heads before tokens."""
+        shared = self.v.untyped_storage().data_ptr() == self.k.untyped_storage().data_ptr()
+        for tensor in (self.k, self.k_scale) if shared else self:
             if tensor is not None:
                 yield tensor.transpose(1, 2)
 
@@ -69,14 +72,18 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 def allocate_pages(shape: PageShape, num_pages: int, allocate: Allocate) -> Pages:
     """Tensors for num_pages pages."""
-    k, v = (
+    k, *other = (
         allocate((num_pages, shape.nheads_k, shape.page_size, columns), shape.stored_dtype).transpose(1, 2)
-        for columns in (shape.headdim, shape.headdim_v)
+        for columns in ([shape.headdim] if shape.values_in_keys else [shape.headdim, shape.headdim_v])
     )
+    v = other[0] if other else k[..., : shape.headdim_v]
     if shape.cache_dtype is None:
         return Pages(k, v, None, None)
-    scales = (allocate((num_pages, shape.nheads_k, shape.page_size), torch.float32).transpose(1, 2) for _ in range(2))
-    return Pages(k, v, *scales)
+    k_scale, *other = (
+        allocate((num_pages, shape.nheads_k, shape.page_size), torch.float32).transpose(1, 2)
+        for _ in range(2 - shape.values_in_keys)
+    )
+    return Pages(k, v, k_scale, other[0] if other else k_scale)
 
 
 class PagePool:

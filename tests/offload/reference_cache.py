@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ def page_shape(
     return PageShape(page_size, NHEADS_K, HEADDIM, HEADDIM_V, dtype, cache_dtype)
 
 
+def latent_shape(
+    dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, page_size: int = 4
+) -> PageShape:
+    return PageShape(page_size, 1, HEADDIM, HEADDIM_V, dtype, cache_dtype, values_in_keys=True)
+
+
 @dataclass
 class CachePair:
     """A store and its reference. gpu_pages, cpu_pages: budgets of each memory; buffers take some of gpu_pages."""
@@ -44,10 +50,11 @@ class CachePair:
     nheads: int = 2 * NHEADS_K
     options: dict[str, Any] = field(default_factory=dict)  # softcap, sinks
     padding: list[int] | None = None
+    topk: int | None = None  # keys that each query selects at random
     device: FakeDevice = field(default_factory=FakeDevice)
 
     def __post_init__(self) -> None:
-        on_device = page_shape(self.shape.dtype, page_size=self.shape.page_size)
+        on_device = replace(self.shape, cache_dtype=None)
         self.budget = MemoryCaps(
             self.gpu_pages * on_device.nbytes,
             self.cpu_pages * self.shape.nbytes,
@@ -59,8 +66,9 @@ class CachePair:
         )
         poison(self.store)
         watch(self.store, self.device)
-        self.k = [torch.zeros(self.batch_size, 0, NHEADS_K, HEADDIM) for _ in range(self.num_layers)]
-        self.v = [torch.zeros(self.batch_size, 0, NHEADS_K, HEADDIM_V) for _ in range(self.num_layers)]
+        heads = self.shape.nheads_k
+        self.k = [torch.zeros(self.batch_size, 0, heads, HEADDIM) for _ in range(self.num_layers)]
+        self.v = [torch.zeros(self.batch_size, 0, heads, HEADDIM_V) for _ in range(self.num_layers)]
 
     @property
     def length(self) -> int:
@@ -78,9 +86,10 @@ class CachePair:
         for index in range(self.num_layers):
             q = self._random(tokens, self.nheads, HEADDIM)
             new.append(self._new(tokens))
+            indices = None if self.topk is None else self._selected(tokens)
             with Expected(self, index):
-                out = self.store.attend(index, q, *new[-1], options)
-            self._compare(out, self._plain(index, q, *new[-1]))
+                out = self.store.attend(index, q, *new[-1], options._replace(indices=indices))
+            self._compare(out, self._plain(index, q, *new[-1], indices))
         self._keep(new)
 
     def append(self, tokens: int) -> None:
@@ -134,7 +143,19 @@ class CachePair:
         return torch.randn(self.batch_size, tokens, heads, columns).to(self.shape.dtype)
 
     def _new(self, tokens: int) -> tuple[Tensor, Tensor]:
-        return self._random(tokens, NHEADS_K, HEADDIM), self._random(tokens, NHEADS_K, HEADDIM_V)
+        k = self._random(tokens, self.shape.nheads_k, HEADDIM)
+        if self.shape.values_in_keys:
+            return k, k[..., :HEADDIM_V]
+        return k, self._random(tokens, self.shape.nheads_k, HEADDIM_V)
+
+    def _selected(self, tokens: int) -> Tensor:
+        """Positions that each of the newest queries sees, in rising order, then -1. The first one selects none."""
+        assert self.topk is not None
+        indices = torch.full((self.batch_size, tokens, self.topk), -1, dtype=torch.int32)
+        for row in indices.view(-1, self.topk)[1:]:
+            seen = torch.randperm(self.length + 1)[: self.topk].sort().values
+            row[: len(seen)] = seen
+        return indices
 
     def _held(self, index: int) -> tuple[Tensor, Tensor]:
         """The tokens that the store held of a layer before this step: whole pages in CPU memory are quantized."""
@@ -145,6 +166,8 @@ class CachePair:
             end = self.length // page_size * page_size if layer.on_cpu else 0
             for each in (k, v):
                 each[:, :end] = dequantize(*quantize(each[:, :end], cache_dtype))
+            if self.shape.values_in_keys:
+                v = k[..., :HEADDIM_V]
         return k, v
 
     def _remember_rounding(self) -> None:
@@ -153,7 +176,7 @@ class CachePair:
             for index in range(self.num_layers):
                 self.k[index], self.v[index] = self._held(index)
 
-    def _plain(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _plain(self, index: int, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> Tensor:
         old_k, old_v = self._held(index)
         k, v = torch.cat((old_k, k.float()), dim=1), torch.cat((old_v, v.float()), dim=1)
         options = Options(causal=True, window_right=0, softcap=self.options.get("softcap", 0.0))
@@ -161,6 +184,10 @@ class CachePair:
         if self.padding is not None:
             seen = torch.arange(k.shape[1]) >= torch.tensor(self.padding)[:, None]
             bias = torch.where(seen, 0.0, -torch.inf)[:, None, None].expand(-1, 1, q.shape[1], -1)
+        if indices is not None:
+            columns = torch.where(indices < 0, k.shape[1], indices).long()
+            hidden = torch.full((*columns.shape[:2], k.shape[1] + 1), -torch.inf).scatter_(2, columns, 0.0)
+            bias = hidden[:, None, :, :-1].contiguous()
         problem, inputs = prepare_dense(q.float(), k, v, options, attn_bias=bias, sinks=self.options.get("sinks"))
         return reference_attention(problem, inputs).out
 

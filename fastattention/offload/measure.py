@@ -31,20 +31,20 @@ LAYER_OVERHEAD_SECONDS = 100e-6
 
 
 @functools.cache
-def hardware_around(gpu: torch.device, shape: PageShape) -> Hardware:
-    """`measure_hardware`, run once in a process."""
-    return measure_hardware(gpu, shape)
+def hardware_around(gpu: torch.device, shape: PageShape, nheads: int) -> Hardware:
+    """`measure_hardware`, run once in a process. nheads: query heads, which matter for latents."""
+    return measure_hardware(gpu, shape, nheads if shape.values_in_keys else GROUP * shape.nheads_k)
 
 
-def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
-    """The machine around `gpu` as it is now, for pages of this shape.
+def measure_hardware(gpu: torch.device, shape: PageShape, nheads: int | None = None) -> Hardware:
+    """The machine around `gpu` as it is now, for pages of this shape. nheads: query heads; None: GROUP a key head.
 
     Takes 1.3 GiB of memory on the host and 0.5 on the GPU. Raises ArgumentError unless `gpu` is one.
     """
     device = cuda_device(gpu)
     uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     target, other = (torch.empty_like(uploaded, device=gpu) for _ in range(2))
-    cpu = _CpuAttention(shape)
+    cpu = _CpuAttention(shape, GROUP * shape.nheads_k if nheads is None else nheads)
 
     def upload() -> None:
         device.upload([Copy(target, uploaded)], []).end.synchronize()
@@ -70,7 +70,7 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
 class _CpuAttention:
     """A decode over pages in host memory with random values, because equal scores take less time."""
 
-    def __init__(self, shape: PageShape) -> None:
+    def __init__(self, shape: PageShape, nheads: int) -> None:
         count = max(BYTES // shape.nbytes, 1)
         self.nbytes = count * shape.nbytes
         self._num_tokens = count * shape.page_size
@@ -78,11 +78,10 @@ class _CpuAttention:
         generator = torch.Generator("cpu").manual_seed(0)
         _fill(self._pages, generator)
         self._table = torch.arange(count, dtype=torch.int32, device="cpu").view(1, -1)
-        nheads = shape.nheads_k * GROUP
         drawn = torch.randn(1, 1, nheads, shape.headdim, generator=generator, dtype=torch.float32, device="cpu")
         self.q = drawn.to(shape.dtype)
-        self._out = self.q.new_empty(1, 1, shape.nheads_k * GROUP, shape.headdim_v)
-        self._lse = torch.empty(1, shape.nheads_k * GROUP, 1, dtype=torch.float32, device="cpu")
+        self._out = self.q.new_empty(1, 1, nheads, shape.headdim_v)
+        self._lse = torch.empty(1, nheads, 1, dtype=torch.float32, device="cpu")
 
     def attend(self) -> None:
         """Attends to all pages."""

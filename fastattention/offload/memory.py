@@ -60,6 +60,17 @@ class OffloadWorkload:
         return self.batch_size * self.seqlen * self._gpu_token_bytes
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes that a step gathers of a layer on the CPU whose keys queries select."""
+        return self.batch_size * min(self.seqlen, self.model.selected_keys) * self._cpu_token_bytes
+
+    @property
+    def indexer_bytes(self) -> int:
+        """Bytes of the keys of all indexers, which are always on the GPU."""
+        of_token = len(self.model.full_layers) * self.model.indexer_headdim * self.model.dtype_bytes
+        return self.batch_size * self.seqlen * of_token
+
+    @property
     def window_kv_bytes(self) -> int:
         """Bytes of the caches of all layers with a window, which are always on the GPU."""
         kept = min(self.seqlen, self.model.window or 0)
@@ -117,6 +128,7 @@ class MemoryUse:
     workspace: int
     resident_kv: int  # layers on the GPU that keep every token
     window_kv: int
+    indexer: int  # keys of indexers
     newest_pages: int  # of layers on the CPU: pages not yet full, and those that a chunk of a prompt adds to one layer
     staging: int
     cpu_kv: int
@@ -124,7 +136,8 @@ class MemoryUse:
     @property
     def gpu(self) -> int:
         """Bytes on the GPU."""
-        return self.weights + self.workspace + self.resident_kv + self.window_kv + self.newest_pages + self.staging
+        kv = self.resident_kv + self.window_kv + self.indexer + self.newest_pages
+        return self.weights + self.workspace + kv + self.staging
 
 
 def memory_of(workload: OffloadWorkload, num_layers_cpu: int, budget: Budget) -> MemoryUse:
@@ -138,6 +151,7 @@ def memory_of(workload: OffloadWorkload, num_layers_cpu: int, budget: Budget) ->
         workspace=budget.workspace,
         resident_kv=on_gpu * ceil_div(workload.seqlen, workload.page_size) * workload.gpu_page_bytes,
         window_kv=workload.window_kv_bytes,
+        indexer=workload.indexer_bytes,
         newest_pages=newest * workload.gpu_page_bytes,
         staging=workload.staging_bytes(budget.gpu_memory - model.weight_bytes - budget.workspace),
         cpu_kv=num_layers_cpu * (workload.seqlen // workload.page_size) * workload.cpu_page_bytes,
@@ -163,6 +177,11 @@ def why_not(workload: OffloadWorkload, policy: Policy, budget: Budget) -> str | 
     """Why the policy does not fit the budget, None if it does."""
     if policy is Policy.RESIDENT and budget.num_layers_cpu:
         return f"num_layers_cpu={budget.num_layers_cpu} leaves layers on the CPU"
+    selects = workload.model.selected_keys > 0
+    if policy is Policy.GATHERED and not selects:
+        return "queries of this model select no keys"
+    if policy not in (Policy.RESIDENT, Policy.GATHERED) and selects:
+        return "queries of this model read the keys that they select, and no others"
     num_layers_cpu = divide(workload, policy, budget)
     memory = memory_of(workload, num_layers_cpu, budget)
     if memory.gpu > budget.gpu_memory:
@@ -200,6 +219,7 @@ def _gpu_too_small(workload: OffloadWorkload, policy: Policy, num_layers_cpu: in
         "weights": memory.weights,
         "workspace": memory.workspace,
         "layers with a window": memory.window_kv,
+        "keys of indexers": memory.indexer,
         "staging": memory.staging,
         "newest pages": memory.newest_pages,
         f"{len(workload.model.full_layers) - num_layers_cpu} layers on the GPU": memory.resident_kv,

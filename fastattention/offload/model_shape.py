@@ -30,6 +30,10 @@ class ModelShape:
     window_layers: frozenset[int] = frozenset()  # which layers have it, from 0
     tied_embeddings: bool = False  # logits use the embedding's weights
     gated_mlp: bool = True  # three matrices rather than two
+    values_in_keys: bool = False  # latents: keys hold the values, and all heads share one
+    expanded_headdim: int = 0  # with latents: elements of a head's key and value before queries absorb the projection
+    selected_keys: int = 0  # keys that each query attends to, chosen by an indexer; 0: all
+    indexer_headdim: int = 0  # elements of a token's key for the indexer, which stay on the GPU
 
     def __post_init__(self) -> None:
         if self.headdim_v == 0:
@@ -58,6 +62,11 @@ class ModelShape:
     def layer_weight_bytes(self) -> int:
         """Bytes of a layer's weights: queries and the output have nheads, keys and values nheads_k."""
         attention = self.hidden_size * (self.nheads + self.nheads_k) * (self.headdim + self.headdim_v)
+        if self.values_in_keys:
+            # Latents are projected from hidden states, and to keys and values of all heads; queries and the output have
+            # as many elements as these. A low rank of queries is left out: it takes less.
+            latents = self.headdim * (self.hidden_size + self.nheads * self.expanded_headdim)
+            attention = self.hidden_size * self.nheads * self.expanded_headdim + latents
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
         return (attention + mlp + 2 * self.hidden_size) * self.dtype_bytes
 
@@ -74,8 +83,9 @@ class ModelShape:
 
     def kv_bytes_per_token(self, *, quantized: bool = False) -> int:
         """Bytes of keys and values of a token in one layer; quantized: an int8 or float8 cache with its scales."""
-        elements = self.headdim + self.headdim_v
-        per_head = elements + 2 * SCALE_BYTES if quantized else elements * self.dtype_bytes
+        elements = self.headdim if self.values_in_keys else self.headdim + self.headdim_v
+        scales = (2 - self.values_in_keys) * SCALE_BYTES
+        per_head = elements + scales if quantized else elements * self.dtype_bytes
         return self.nheads_k * per_head
 
     def sharded(self, tp: int) -> ModelShape:

@@ -100,7 +100,7 @@ def place(
     budget = Budget(gpu_memory, cpu_memory, beside, num_layers_cpu)
     _check(workload, budget, wanted)
     predictions = {one: _predict(one, workload, hardware, budget) for one in Policy}
-    chosen, on_cpu = _choose(wanted, predictions)
+    chosen, on_cpu = _choose(wanted, predictions, model.selected_keys > 0)
     memory = memory_of(workload, on_cpu, budget)
     return Placement(
         model=model,
@@ -136,7 +136,7 @@ def _predict(policy: Policy, workload: OffloadWorkload, hardware: Hardware, budg
     return StepPrediction(policy, num_layers_cpu, seconds, reason, longest)
 
 
-def _choose(wanted: Policy | None, predictions: Mapping[Policy, StepPrediction]) -> tuple[Policy, int]:
+def _choose(wanted: Policy | None, predictions: Mapping[Policy, StepPrediction], selects: bool) -> tuple[Policy, int]:
     """The policy and the number of layers on the CPU. Raises ArgumentError with the reason if there is none."""
     if predictions[Policy.RESIDENT].seconds is not None:
         return Policy.RESIDENT, 0
@@ -146,7 +146,7 @@ def _choose(wanted: Policy | None, predictions: Mapping[Policy, StepPrediction])
         fastest = min(times, key=times.__getitem__)  # on a tie the first, which is the simplest
         return fastest, predictions[fastest].num_layers_cpu
     # All policies need the same memory once layers are on the CPU, so any of these reasons tells what would help.
-    refused = predictions[wanted or Policy.COOPERATIVE]
+    refused = predictions[wanted or (Policy.GATHERED if selects else Policy.COOPERATIVE)]
     raise ArgumentError(f"{refused.reason}; {_remedy(refused.longest_seqlen)}")
 
 

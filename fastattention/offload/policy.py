@@ -17,6 +17,7 @@ class Policy(str, Enum):
     CLASSICAL = "classical"  # their caches are uploaded for every token, while other layers run
     COOPERATIVE = "cooperative"  # the CPU computes their attention in place
     HYBRID = "hybrid"  # a part is uploaded during the whole step, the CPU does the rest, and both are merged by lse
+    GATHERED = "gathered"  # the GPU reads over the link what queries have selected, in models with an indexer
 
     @property
     def uploads(self) -> bool:

@@ -29,6 +29,8 @@ def seconds_per_token(
         return base + max(0.0, cpu_bytes / hardware.link_bandwidth - hidden)
     if policy is Policy.COOPERATIVE:
         return base + handovers + cpu_bytes / hardware.cpu_bandwidth
+    if policy is Policy.GATHERED:
+        return base + num_layers_cpu * workload.gathered_bytes / hardware.link_bandwidth
     if policy is Policy.HYBRID:
         # Uploads hide under T0. Then uploads and the CPU share the rest, as fast as host memory lets both read.
         left = max(0.0, cpu_bytes - hardware.link_bandwidth * hidden)
@@ -58,6 +60,8 @@ def seconds_per_token_in_halves(
     if policy is Policy.CLASSICAL:
         hidden = _hidden_seconds(gpu, hardware, num_layers_cpu, staging_bytes)
         return gpu + max(0.0, cpu_bytes / hardware.link_bandwidth - hidden)
+    if policy is Policy.GATHERED:
+        return gpu + num_layers_cpu * workload.gathered_bytes / hardware.link_bandwidth
     if policy is Policy.RESIDENT or num_layers_cpu == 0:
         return gpu
     rate = hardware.cpu_bandwidth if policy is Policy.COOPERATIVE else _shared_bandwidth(hardware)
@@ -96,7 +100,8 @@ def _shared_bandwidth(hardware: Hardware) -> float:
 def _base_seconds(workload: OffloadWorkload, hardware: Hardware, num_layers_cpu: int) -> float:
     """T0: the time for weights, for the caches on the GPU, and the overhead of layers."""
     model = workload.model
-    on_gpu = (len(model.full_layers) - num_layers_cpu) * workload.gpu_layer_bytes + workload.window_kv_bytes
+    layer = min(workload.gpu_layer_bytes, workload.gathered_bytes or workload.gpu_layer_bytes)
+    on_gpu = (len(model.full_layers) - num_layers_cpu) * layer + workload.window_kv_bytes + workload.indexer_bytes
     weights = model.num_layers * model.layer_weight_bytes + model.logits_weight_bytes
     return (weights + on_gpu) / hardware.gpu_bandwidth + model.num_layers * hardware.layer_overhead_seconds
 

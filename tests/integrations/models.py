@@ -96,8 +96,9 @@ def deep(name: str, num_layers: int) -> Any:
     """The decoder called `name` with more layers and fast_attention, in eval mode. Shared by all tests."""
     config = _config(name)
     config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[index % 2] for index in range(num_layers)]
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if getattr(config, kinds, None):
+            setattr(config, kinds, [getattr(config, kinds)[index % 2] for index in range(num_layers)])
     return _random(name, config, "fast_attention")
 
 

@@ -133,6 +133,7 @@ def _memory(placement: Placement) -> Table:
         "workspace": memory.workspace,
         "keys and values": memory.resident_kv,
         "keys and values of windows": memory.window_kv,
+        "keys of indexers": memory.indexer,
         "staging of uploads": memory.staging,
         "newest pages of layers on the CPU": memory.newest_pages,
         "all": memory.gpu,

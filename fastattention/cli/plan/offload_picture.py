@@ -17,6 +17,7 @@ COLORS = {
     Policy.CLASSICAL: "#c44e52",
     Policy.COOPERATIVE: "#4c72b0",
     Policy.HYBRID: "#55a868",
+    Policy.GATHERED: "#8172b2",
 }
 SHORTEST = 2048
 POINTS = 96

@@ -91,7 +91,7 @@ def fast_attention_forward(
                 position_bias, indices, functions, **kwargs,
             )  # fmt: skip
             return key.projected(out), None
-    if indices is not None:
+    if indices is not None and not isinstance(key, StoredTokens):
         assert attention_mask is not None
         if key.shape[1] == 1 or query.shape[2] == 1:
             assert isinstance(key, Tensor)
@@ -103,7 +103,7 @@ def fast_attention_forward(
     functions = prefill_functions(functions, module, query, key, attention_mask)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
-        return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores), None
+        return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores, indices), None
     assert isinstance(value, Tensor)
     if _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -149,11 +149,13 @@ def _check_selected(
     mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens | Latents
 ) -> None:
     shape = (query.shape[0], query.shape[2])
-    if isinstance(key, StoredTokens) or mask is None or tuple(indices.shape[:-1]) != shape:
+    # Indices that were selected under a matrix may be those of keys that it hides.
+    is_unknown = isinstance(key, StoredTokens) or (isinstance(key, Latents) and key.are_stored)
+    if mask is None or (is_unknown and isinstance(mask, Tensor)) or tuple(indices.shape[:-1]) != shape:
         raise UnsupportedError(
-            f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need an attention_mask, a cache "
-            f"of Transformers, and shape {shape} followed by the number of keys; load the model with "
-            "attn_implementation='eager'"
+            f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need an attention_mask, which is "
+            f"no matrix with a FastAttentionCache, and shape {shape} followed by the number of keys; load the model "
+            "with attn_implementation='eager', or use a DynamicCache"
         )
 
 

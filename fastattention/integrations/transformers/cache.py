@@ -15,7 +15,9 @@ from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastattention.errors import ArgumentError
-from fastattention.integrations.transformers.cache_layers import StoredLayer, WindowLayer
+from fastattention.integrations.transformers.cache_layers import IndexedLayer, StoredLayer, WindowLayer
+from fastattention.integrations.transformers.latents import joined, serve_latents
+from fastattention.integrations.transformers.model_source import import_modeling
 from fastattention.integrations.transformers.stored import NewTokens, PaddingOf, StoredTokens
 from fastattention.offload.device import Device, cuda_device
 from fastattention.offload.hardware import Hardware
@@ -57,6 +59,7 @@ class FastAttentionCache(Cache):
     - `cpu_memory`: the host memory that they may take; by default four fifths of what is free
     - `policy`: how layers in host memory are attended to. "classical" uploads them for every token, "cooperative" lets
         the CPU attend to them, "hybrid" does each for a part. "auto" takes the policy that is predicted fastest.
+      Where an indexer selects keys (DeepSeek-V3.2), the GPU gathers these over the link, whatever the policy.
     - `cpu_cache_dtype`: torch.int8 or torch.float8_e4m3fn keeps host memory quantized: half the bytes, not exact
     - `workspace`: GPU memory for activations. Default: about what 8192 tokens of a prompt take, as with
       prefill_chunk_size=8192.
@@ -102,16 +105,19 @@ class FastAttentionCache(Cache):
         self._half: Half | None = None
         config = config.get_text_config(decoder=True)
         layers = dynamic_layers(config)
+        self._keeps_latents = keeps_latents(config)
         self._model = model_shape(config)
         self._workspace = prompt_workspace(self._model) if workspace is None else read_bytes("workspace", workspace)
-        full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer or _has_indexer(layer)]
         if not full:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise ArgumentError(f"no layer of {type(config).__name__} keeps all tokens ({kinds}): use a DynamicCache")
         positions = {layer: position for position, layer in enumerate(full)}
         super().__init__(
             layers=[
-                StoredLayer(self, positions[index]) if index in positions else self._other_layer(layer)
+                (IndexedLayer if _has_indexer(layer) else StoredLayer)(self, positions[index])
+                if index in positions
+                else self._other_layer(layer)
                 for index, layer in enumerate(layers)
             ]
         )
@@ -187,12 +193,17 @@ class FastAttentionCache(Cache):
         self._store = None
         for layer in self._others():
             layer.reset()
+        for layer in self._indexed():
+            layer.forget()
 
     def append(self, index: int, k: Tensor, v: Tensor) -> StoredTokens | None:
         """The StoredTokens of layer `index` with k and v, (batch_size, seqlen_new, nheads_k, headdim), to append.
 
-        None for the first tokens of all, which are stored at once: there are no others to attend to.
+        None for the first tokens of all, which are stored at once: there are no others to attend to. k and v of models
+        with latents are their two parts.
         """
+        if self._keeps_latents:
+            k, v = joined(k, v)
         if self._store is None:
             self._store = self._make_store(k, v)
         store = self._store
@@ -210,19 +221,26 @@ class FastAttentionCache(Cache):
     def _others(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StoredLayer)]
 
+    def _indexed(self) -> list[IndexedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
+
     def _batch_size(self) -> int:
         return 0 if self._store is None else self._store.batch_size
 
     def _select(self, rows: list[int]) -> None:
         if self._store is not None:
             self._store.select(rows)
+        for layer in self._indexed():
+            layer.select_rows(rows)
 
     def _make_store(self, k: Tensor, v: Tensor) -> CooperativeKVStore:
         batch_size, _, nheads_k, headdim = k.shape
         device = self._device or cuda_device(k.device)
-        shape = PageShape(self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype)
+        shape = PageShape(
+            self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype, self._keeps_latents
+        )
         if self._hardware is None:
-            self._hardware = hardware_around(device.torch_device, shape)
+            self._hardware = hardware_around(device.torch_device, shape, self._model.nheads)
         caps = self.caps(k.device) if self._half is None else self._half.caps
         caps = caps._replace(gpu=max(caps.gpu - self._window_bytes(batch_size, k.dtype), 0))
         count = sum(isinstance(layer, StoredLayer) for layer in self.layers)
@@ -245,10 +263,18 @@ class FastAttentionCache(Cache):
         model = self._model_in(self._store.shape.dtype)
         workload = OffloadWorkload(model, batch_size, tokens, self._cpu_cache_dtype is not None, self._page_size)
         staging = workload.staging_bytes(gpu_bytes)
+        if 0 < model.selected_keys < tokens:
+            self.policy = Policy.GATHERED
+            return 0.0
         policies = [self._policy] if self._policy else [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID]
         hardware = self._hardware
         self.policy = min(policies, key=lambda one: predict(one, workload, hardware, num_layers_cpu, staging))
         return upload_fraction(self.policy, workload, hardware, num_layers_cpu, staging, predict)
+
+
+def _has_indexer(layer: Any) -> bool:
+    """Whether a layer's cache also keeps keys of its indexer."""
+    return hasattr(layer, "update_indexer")
 
 
 def dynamic_layers(config: PretrainedConfig) -> list[Any]:
@@ -261,9 +287,18 @@ def dynamic_layers(config: PretrainedConfig) -> list[Any]:
         ) from error
 
 
+def keeps_latents(config: PretrainedConfig) -> bool:
+    """Whether caches of this configuration's model hold latents (MLA)."""
+    if getattr(config, "kv_lora_rank", None) is None:
+        return False
+    import_modeling(type(config))
+    return serve_latents(config)
+
+
 def model_shape(config: PretrainedConfig) -> ModelShape:
     """Dimensions of a model, by its configuration; those of the MLP are guesses for unusual models.
 
+    A model with latents has one key head, whose keys are latents, and values in them.
     Raises ArgumentError for a model without attention, or with layers of different dimensions.
     """
     nheads, hidden_size = _dimension(config, "num_attention_heads"), _dimension(config, "hidden_size")
@@ -274,12 +309,20 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
         for index, layer in enumerate(layers)
         if isinstance(layer, DynamicSlidingWindowLayer)
     }
+    latent = keeps_latents(config)
+    rank = _dimension(config, "kv_lora_rank") if latent else 0
+    topk = getattr(config, "index_topk", None) if any(map(_has_indexer, layers)) else None
     return ModelShape(
         name=config.model_type,
         num_layers=len(layers),
         nheads=nheads,
-        nheads_k=_dimension(config, "num_key_value_heads", nheads),
-        headdim=_dimension(config, "head_dim", hidden_size // nheads),
+        nheads_k=1 if latent else _dimension(config, "num_key_value_heads", nheads),
+        headdim=rank + config.qk_rope_head_dim if latent else _dimension(config, "head_dim", hidden_size // nheads),
+        headdim_v=rank,
+        values_in_keys=latent,
+        expanded_headdim=config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim if latent else 0,
+        selected_keys=topk or 0,
+        indexer_headdim=config.index_head_dim if topk else 0,
         hidden_size=hidden_size,
         intermediate_size=_dimension(config, "intermediate_size", 4 * hidden_size),
         vocab_size=_dimension(config, "vocab_size"),

@@ -77,6 +77,38 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         raise UnsupportedError(_WHOLE)
 
 
+class IndexedLayer(StoredLayer):  # type: ignore[no-untyped-call]
+    """A layer that also keeps the keys of its indexer, on the device of the model: 256 bytes a token."""
+
+    def __init__(self, cache: Owner, index: int) -> None:
+        super().__init__(cache, index)
+        self._keys: Tensor | None = None  # (batch_size, capacity, headdim)
+        self._length = 0  # tokens of every sequence that have keys
+
+    def update_indexer(self, indexer_key_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Appends keys (batch_size, seqlen_new, headdim). Returns all, as a view."""
+        held = min(self._length, self._cache.length)  # an earlier forward pass may have ended early
+        batch_size, seqlen_new, headdim = indexer_key_states.shape
+        end = held + seqlen_new
+        if self._keys is None or end > self._keys.shape[1]:
+            keys = indexer_key_states.new_empty(batch_size, end + max(end // 8, 64), headdim)
+            if self._keys is not None:
+                keys[:, :held] = self._keys[:, :held]
+            self._keys = keys
+        self._keys[:, held:end] = indexer_key_states
+        self._length = end
+        return self._keys[:, :end]
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Sequence i goes on with the keys of sequence rows[i]."""
+        if self._keys is not None:
+            self._keys = self._keys[rows]
+
+    def forget(self) -> None:
+        """Forgets all keys."""
+        self._keys, self._length = None, 0
+
+
 class _Held(NamedTuple):
     """What a window layer held before its last update, which replaced these tensors."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -125,6 +126,13 @@ def modeling_of(config_class: type) -> ModuleType | None:
     """The module of the model with this configuration, if it has been imported."""
     package, _, module = config_class.__module__.rpartition(".")
     return sys.modules.get(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
+
+
+def import_modeling(config_class: type) -> None:
+    """Imports the module of the model with this configuration, which Transformers does when a model is made."""
+    package, _, module = config_class.__module__.rpartition(".")
+    if package.startswith("transformers."):
+        importlib.import_module(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
 
 
 def refuse_tables(*names: str) -> None:

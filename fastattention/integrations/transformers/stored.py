@@ -49,6 +49,22 @@ class StoredTokens:
     def __init__(self, store: CooperativeKVStore, index: int, new: NewTokens, padding_of: PaddingOf) -> None:
         self._store, self._index, self._new, self._padding_of = store, index, new, padding_of
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of keys with the new ones: (batch_size, nheads_k, seqlen_k, headdim)."""
+        batch_size, seqlen_new, nheads_k, headdim = self._new.k.shape
+        return batch_size, nheads_k, self._store.length_of(self._index) + seqlen_new, headdim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of keys and values."""
+        return self._new.k.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of new keys and values."""
+        return self._new.k.device
+
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedError(f"keys and values in a FastAttentionCache have no {name!r}: {_NEEDED}")
 
@@ -60,9 +76,19 @@ class StoredTokens:
         name = getattr(function, "__name__", function)
         raise UnsupportedError(f"keys and values in a FastAttentionCache are no argument of torch's {name}: {_NEEDED}")
 
-    def attend(self, q: Tensor, mask: SequenceMask | Tensor | None, bias: Tensor | None, scores: Scores) -> Tensor:
-        """Appends the new tokens and attends with their queries q, (batch_size, seqlen_q, nheads, headdim)."""
-        options = self._options(q, mask, bias, scores)
+    def attend(
+        self,
+        q: Tensor,
+        mask: SequenceMask | Tensor | None,
+        bias: Tensor | None,
+        scores: Scores,
+        indices: Tensor | None = None,
+    ) -> Tensor:
+        """Appends the new tokens and attends with their queries q, (batch_size, seqlen_q, nheads, headdim).
+
+        indices: int32 (batch_size, seqlen_q, topk), the keys that an indexer has selected under the mask, then -1
+        """
+        options = self._options(q, mask, bias, scores)._replace(indices=indices)
         return self._store.attend(self._index, q, *self._new, options)
 
     def _options(

@@ -15,6 +15,7 @@ Serve = Callable[[IndexerInputs], IndexerOutput]
 INDEXER_BACKENDS: Registry[IndexerProblem, IndexerBackend] = Registry(
     {
         "cuda": "fastattention.backends.cuda.indexer.backend:CudaIndexerBackend",
+        "ascend": "fastattention.backends.ascend.indexer:AscendIndexerBackend",
         "cpu": "fastattention.backends.cpu.indexer.backend:CpuIndexerBackend",
         "torch": "fastattention.backends.torch.indexer:TorchIndexerBackend",
     }

@@ -26,6 +26,7 @@ class IndexerProblem:
     causal: bool
     dtype: torch.dtype  # of q and k
     device: torch.device
+    weights_dtype: torch.dtype  # as given; backends get weights in float32
     grads: tuple[str, ...] = ()  # indices have no gradients
 
     @property

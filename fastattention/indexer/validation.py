@@ -71,7 +71,7 @@ def prepare(given: IndexerInputs, options: IndexerOptions) -> tuple[IndexerProbl
     paged = given.block_table is not None
     problem = IndexerProblem(
         total_q, batch_size, seqlen_q, nheads, headdim, tokens.rows, tokens.seqlen, tokens.most, paged, options.topk,
-        options.causal, q.dtype, q.device,
+        options.causal, q.dtype, q.device, weights.dtype,
     )  # fmt: skip
     return problem, as_backends_read(given)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from fastattention import environment
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.chips import Chip, find_chip
+from fastattention.backends.ascend.device import device_name, why_no_npu
 from fastattention.backends.common.arguments import why_not_arguments
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
@@ -48,12 +48,12 @@ class AscendBackend(AttentionBackend):
 
     def why_unavailable(self) -> str | None:
         """Why there is no NPU to run on."""
-        return _why_no_npu()
+        return why_no_npu()
 
     def describe(self) -> str:
         """The NPUs, and which implementation computes on them."""
         count = torch.npu.device_count()  # type: ignore[attr-defined]  # torch_npu adds it
-        chips = ", ".join(f"npu:{index} {_device_name(index)}" for index in range(count))
+        chips = ", ".join(f"npu:{index} {device_name(index)}" for index in range(count))
         ours = _why_no_triton() or "our Triton kernels for other calls"
         return f"{chips}; operators of torch_npu where they are exact, {ours} (FASTATTENTION_ASCEND chooses)"
 
@@ -155,7 +155,7 @@ class AscendBackend(AttentionBackend):
         return _why_no_triton()
 
     def _chip(self, problem: Problem) -> Chip:
-        return find_chip(_device_name(problem.device.index or 0))
+        return find_chip(device_name(problem.device.index or 0))
 
     def _tiling(self, problem: Problem, chip: Chip) -> Tiling:
         from fastattention.backends.ascend.tiling import choose_tiling
@@ -197,19 +197,6 @@ def why_not_kernels(problem: Problem) -> str | None:
 
 
 @functools.cache
-def _why_no_npu() -> str | None:
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed; an Ascend server needs CANN and torch_npu, see docs/guides/ascend.md"
-    try:
-        importlib.import_module("torch_npu")
-    except Exception as error:  # the vendor's libraries may raise anything when CANN is missing or too old
-        return f"torch_npu cannot be imported: {error}"
-    if not torch.npu.is_available():  # type: ignore[attr-defined]
-        return "torch_npu sees no NPU"
-    return None
-
-
-@functools.cache
 def _why_no_operators() -> str | None:
     from fastattention.backends.ascend import vendor
 
@@ -227,9 +214,3 @@ def _why_no_triton() -> str | None:
     if found is None:
         return "the triton that is installed is not triton-ascend; uninstall it and install triton-ascend"
     return None
-
-
-@functools.cache
-def _device_name(index: int) -> str:
-    name: str = torch.npu.get_device_name(index)  # type: ignore[attr-defined]
-    return name

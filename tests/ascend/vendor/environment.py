@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ascend.vendor import acl_stub, communication, inference, training, training_gradients
+from ascend.vendor import acl_stub, communication, inference, selection, training, training_gradients
 
 
 def skip_without_torch_npu() -> None:
@@ -39,3 +39,4 @@ def import_torch_npu() -> None:
     training_gradients.register()
     inference.register()
     communication.register()
+    selection.register()

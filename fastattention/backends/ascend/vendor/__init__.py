@@ -1,4 +1,4 @@
-"""Calls the fused attention operators of torch_npu, and knows which calls they serve exactly.
+"""Calls the fused operators of torch_npu, and knows which calls they serve exactly.
 
 limits.py     why_not: what the operators take, each limit with its source
 masks.py      a window as sparse_mode, pre_tokens, next_tokens; which queries have no keys
@@ -6,6 +6,7 @@ operators.py  one call of an operator: its arguments by name, checked, since the
 prefill.py    dense and variable-length sequences
 gradients.py  their gradients
 cache.py      keys and values in a cache, rows or pages, int8 or not; also dense sequences, whose cache is full
+indexer.py    no attention: the keys of the greatest index scores, with limits of its own
 linear_all_reduce.py  no attention: the product that follows it and the sum over ranks, as one operator
 
 torch_npu has two operators of attention. npu_fused_infer_attention_score is documented for inference and takes caches;
@@ -15,6 +16,7 @@ Nothing here imports torch_npu: whoever has tensors on an NPU has imported it, a
 """
 
 from fastattention.backends.ascend.vendor.dispatch import backward, forward, why_rather_not
+from fastattention.backends.ascend.vendor.indexer import index, why_not_index
 from fastattention.backends.ascend.vendor.limits import why_not
 from fastattention.backends.ascend.vendor.linear_all_reduce import linear_all_reduce, why_not_linear_all_reduce
 from fastattention.backends.ascend.vendor.operators import why_unavailable
@@ -22,8 +24,10 @@ from fastattention.backends.ascend.vendor.operators import why_unavailable
 __all__ = [
     "backward",
     "forward",
+    "index",
     "linear_all_reduce",
     "why_not",
+    "why_not_index",
     "why_not_linear_all_reduce",
     "why_rather_not",
     "why_unavailable",

@@ -1,4 +1,4 @@
-"""One call of a torch_npu operator: built as data, checked, then run.
+"""One call of a torch_npu operator of attention or of an indexer: built as data, checked, then run.
 
 The vendor checks little. Without a mask a sparse_mode is ignored and every query sees every key; Shape inference
 accepts a mask of another size, or query heads that are no multiple of key heads, and results are wrong. So every call
@@ -19,6 +19,7 @@ from fastattention.errors import UnsupportedError
 TRAINING = "npu_fusion_attention"
 INFERENCE = "npu_fused_infer_attention_score"
 GRADIENT = "npu_fusion_attention_grad"
+INDEXER = "npu_lightning_indexer"
 STATISTICS = 8  # the training operators repeat the maximum and the sum of a row this many times
 
 # Some versions of torch_npu lack these arguments. The others are as old as the operators.
@@ -55,6 +56,9 @@ def run(call: OperatorCall) -> tuple[Any, ...]:
 
 def check(call: OperatorCall) -> None:
     """Raises ValueError for arguments that the vendor would misread. Calls of this package never have them."""
+    if call.operator == INDEXER:
+        _check_indexer(call.arguments)
+        return
     arguments = call.arguments
     mode, mask = arguments.get("sparse_mode", 0), arguments.get("atten_mask")
     if mode not in tuple(SparseMode):
@@ -70,6 +74,18 @@ def check(call: OperatorCall) -> None:
         raise ValueError(f"{heads} query heads cannot share {heads_k} key heads; they must be a multiple")
     if call.operator == GRADIENT:
         _check_results_of_forward(arguments)
+
+
+def _check_indexer(arguments: dict[str, Any]) -> None:
+    """Shape inference looks at none of this."""
+    query, key, mode = arguments["query"], arguments["key"], arguments["sparse_mode"]
+    if mode not in (SparseMode.NO_MASK, SparseMode.CAUSAL):
+        raise ValueError(f"sparse_mode={mode} is not one that {INDEXER} has; it must be 0 or 3")
+    if arguments["layout_key"] not in (arguments["layout_query"], "PA_BSND"):
+        raise ValueError(f"keys in {arguments['layout_key']} need queries in it, got {arguments['layout_query']}")
+    if key.shape[-2:] != (1, query.shape[-1]) or arguments["weights"].shape != query.shape[:-1]:
+        shapes = ", ".join(str(tuple(arguments[name].shape)) for name in ("query", "key", "weights"))
+        raise ValueError(f"query, key and weights must agree, with one key head, got {shapes}")
 
 
 def _check_results_of_forward(arguments: dict[str, Any]) -> None:

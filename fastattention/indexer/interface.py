@@ -56,8 +56,9 @@ def fast_indexer_func(
 
     Returns int32 (batch_size, seqlen_q, topk), with cu_seqlens_q (total_q, topk): positions of keys within the sequence
     of the query, in rising order, then -1 where a query sees fewer than topk. Of keys with one score the first ones
-    win. A score that is not a number counts as the greatest. Results have the same bits in every run. There are no
-    gradients. Raises ArgumentError for wrong arguments, UnsupportedError when the backend named cannot serve the call.
+    win. A score that is not a number counts as the greatest. Results have the same bits in every run. On Ascend NPUs
+    these three are up to torch_npu's operator. There are no gradients. Raises ArgumentError for wrong arguments,
+    UnsupportedError when the backend named cannot serve the call.
     """
     tokens = KeyTokens.of({"k": k}, "headdim", cu_seqlens_k, block_table, seqused_k)
     keys = k if cu_seqlens_k is None else k[None]

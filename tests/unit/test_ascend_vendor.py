@@ -97,6 +97,7 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
         "page_block_size=24; npu_fused_infer_attention_score takes multiples of 16",
     ),
     (DECODE_PAGES, {"page_block_size": 1024}, "up to 512 for seqlen_q=1"),
+    (DECODE_PAGES, {"page_block_size": 1}, "nheads_k=2 with page_block_size=1; npu_sparse_flash_attention takes 1"),
 ]
 
 

@@ -109,9 +109,13 @@ class AscendBackend(AttentionBackend):
 
     def how(self, problem: Problem) -> str:
         """Which implementation serves an accepted problem, why not the operators, and who computes gradients."""
+        from fastattention.backends.ascend import vendor
+
         if problem.grads:
             return "operators of torch_npu, forward and backward"
         reasons = self._reasons(problem)
+        if reasons.get("vendor", "") is None and vendor.is_selected(problem):
+            return "npu_sparse_flash_attention of torch_npu, on a copy of the latents"
         if self.implementation(problem) == "triton":
             return f"our Triton kernels (vendor: {reasons['vendor']})" if "vendor" in reasons else "our Triton kernels"
         if problem.layout is Layout.KVCACHE and reasons.get("triton", "") is None:
@@ -126,7 +130,10 @@ class AscendBackend(AttentionBackend):
     def _why_not_vendor(self, problem: Problem) -> str | None:
         from fastattention.backends.ascend import vendor
 
-        return self._why_no_operators() or vendor.why_not(problem)
+        reason = self._why_no_operators() or vendor.why_not(problem)
+        if reason is None and vendor.is_selected(problem):
+            return self._why_no_chip(problem)  # older ones lack the operator
+        return reason
 
     def _why_not_triton(self, problem: Problem) -> str | None:
         return self._why_no_compiler() or why_not_kernels(problem) or self._why_no_chip(problem)
@@ -135,7 +142,7 @@ class AscendBackend(AttentionBackend):
         try:
             self._chip(problem)
         except ArgumentError as error:
-            return f"no tiles are known for this NPU: {error}"
+            return f"this NPU is not known: {error}"
         return None
 
     # Tests, which have no NPU, replace these methods.

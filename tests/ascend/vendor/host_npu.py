@@ -22,7 +22,7 @@ _KEPT = {"empty", "empty_strided", "empty_like", "new_empty_strided", "resize_",
          "is_pinned", "is_set_to", "_pin_memory", "_copy_from_and_resize", "as_strided", "view", "_reshape_alias",
          "squeeze", "unsqueeze", "unfold", "view_as_real", "view_as_complex"}  # fmt: skip
 _OF_THE_VENDOR = {"npu_fusion_attention", "npu_fusion_attention_grad", "npu_fused_infer_attention_score",
-                  "npu_lightning_indexer"}  # fmt: skip
+                  "npu_lightning_indexer", "npu_sparse_flash_attention"}  # fmt: skip
 # Only the device knows how long their results are.
 _SIZED_BY_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 

@@ -1,7 +1,8 @@
-"""npu_lightning_indexer for tensors on a CPU, as torch_npu documents it.
+"""npu_lightning_indexer and npu_sparse_flash_attention for tensors on a CPU, as torch_npu documents them.
 
-What the documentation leaves open is chosen to be of no use. Keys come in no order, and of equal scores the last ones
-win. After the keys that a query sees come others or -1, as FILLS says.
+What the documentation leaves open is chosen to be of no use. The indexer gives keys in no order, and of equal scores
+takes the last ones. After the keys that a query sees come others or -1, as FILLS says. Attention of a query without
+keys is large.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend.vendor.reference import require
+from ascend.vendor.reference import attend, require, require_none
 
 _registered: list[torch.library.Library] = []
 UNLIMITED = 2**63 - 1
@@ -22,9 +23,10 @@ _LEFT_OPEN = 12345  # indices of queries that belong to no sequence
 
 
 def register() -> None:
-    """Registers the operator under the schema of the imported torch_npu."""
+    """Registers the operators under the schemas of the imported torch_npu."""
     library = torch.library.Library("npu", "IMPL", "CPU")
     library.impl("npu_lightning_indexer", npu_lightning_indexer)
+    library.impl("npu_sparse_flash_attention", npu_sparse_flash_attention)
     _registered.append(library)  # it unregisters when it is collected
 
 
@@ -130,3 +132,62 @@ def _chosen(scores: Tensor, count: int) -> Tensor:
     best = best[torch.randperm(len(best), generator=torch.Generator().manual_seed(len(scores)))]
     others = torch.arange(len(scores), len(scores) + count) if fill == "hidden-keys" else torch.full((count,), -1)
     return torch.cat((best, others))[:count].int()
+
+
+def npu_sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    attention_mode: int = 0,
+    return_softmax_lse: bool = False,
+    **rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    require(rest.pop("pre_tokens", UNLIMITED) == rest.pop("next_tokens", UNLIMITED) == UNLIMITED, "pre_tokens")
+    require_none(**rest)  # pages, and sinks, which an A2 or A3 does not take
+    require((layout_query, layout_kv) == ("TND", "TND"), "layouts that are not part of these tests")
+    require((sparse_mode, attention_mode, sparse_block_size) == (0, 2, 1), "modes that are not part of these tests")
+    require(value.data_ptr() == key.data_ptr(), "a value that is not key")
+    assert query_rope is not None
+    assert key_rope is not None
+    _check_latents({"query": query, "query_rope": query_rope}, {"key": key, "key_rope": key_rope}, query.dtype)
+    require(sparse_indices.dtype == torch.int32 and sparse_indices.is_contiguous(), "sparse_indices")
+    require(sparse_indices.shape[:2] == (query.shape[0], 1), f"sparse_indices of {tuple(sparse_indices.shape)}")
+    q, k = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1)
+    out = torch.full(query.shape, 1e4, dtype=query.dtype)
+    row_max, row_sum = torch.full((2, 1, *query.shape[:2]), 1e4)
+    spans = spans_of_queries(query, actual_seq_lengths_query, layout_query)
+    for rows, keys in zip(spans, keys_of_sequences(k, actual_seq_lengths_kv, None, layout_kv, len(spans)), strict=True):
+        for row in rows:
+            # As the kernel does: it reads no more indices than there are keys, and stops at the first that is none.
+            given = sparse_indices[row, 0, : len(keys)].tolist()
+            places = given[: given.index(-1)] if -1 in given else given
+            require(all(0 <= place < len(keys) for place in places), f"indices {places} of {len(keys)} keys")
+            if places:
+                found = keys[places]
+                hidden = torch.zeros(1, len(places), dtype=torch.bool)
+                result = attend(q[row, None], found, found[..., :512], scale_value, hidden)
+                out[row] = result.out[0].to(out.dtype)
+                row_max[0, row], row_sum[0, row] = result.maximum[:, 0].float(), result.total[:, 0].float()
+    nothing = torch.empty(0)
+    return (out, row_max, row_sum) if return_softmax_lse else (out, nothing, nothing)
+
+
+def _check_latents(queries: dict[str, Tensor], keys: dict[str, Tensor], dtype: torch.dtype) -> None:
+    require(dtype in (torch.float16, torch.bfloat16), f"{dtype}")
+    heads = queries["query"].shape[1]
+    require(heads in (1, 2, 4, 8, 16, 32, 64, 128), f"{heads} heads")
+    for tensors, of_heads in ((queries, heads), (keys, 1)):
+        for (name, tensor), width in zip(tensors.items(), (512, 64), strict=True):
+            require(tensor.dtype == dtype and tensor.is_contiguous() and tensor.numel() > 0, name)
+            require(tensor.shape[1:] == (of_heads, width), f"{name} of shape {tuple(tensor.shape)}")

@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
-from fastattention.backends.ascend.vendor import cache, limits, prefill
+from fastattention.backends.ascend.vendor import cache, limits, prefill, selected
 from fastattention.backends.ascend.vendor.gradients import ForwardResults, backward_dense, backward_varlen
 from fastattention.backends.ascend.vendor.masks import rows_without_keys
 from fastattention.backends.common.results import keyless
@@ -18,12 +18,15 @@ def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:
 
     inputs: q after rotary embedding, caches with the new tokens appended; cache_seqlens does not count them.
     Reads lengths of varlen calls and of caches on the host, where the operators take them: this waits for the
-    device. Raises UnsupportedError for a paged cache or varlen keys larger than the operators can count.
+    device. Selected keys are no such case. Raises UnsupportedError for a paged cache or varlen keys larger than the
+    operators can count, and for selected keys whose values are not in them.
     """
     if problem.keeps_lse and not problem.return_lse:
         problem = dataclasses.replace(problem, return_lse=True)
     if problem.layout is Layout.VARLEN:
         return prefill.forward_varlen(problem, inputs)
+    if limits.is_selected(problem):
+        return selected.forward(problem, inputs)
     if problem.layout is Layout.KVCACHE:
         return cache.forward(problem, inputs, cache.cache_lengths(problem, inputs))
     return _forward_dense(problem, inputs)

@@ -1,5 +1,7 @@
 """The limits of the operators of torch_npu, each with its source, as reasons to refuse a Problem.
 
+indexer.py and linear_all_reduce.py have those of operators that are no attention.
+
 Sources, as of torch_npu 2.13:
     [T]  torch_npu's documentation of npu_fusion_attention
     [I]  torch_npu's documentation of npu_fused_infer_attention_score
@@ -7,6 +9,7 @@ Sources, as of torch_npu 2.13:
     [S]  CANN's page aclnnFlashAttentionScoreV3, what [T] runs with sinks
     [G]  CANN's pages aclnnFlashAttentionScoreGrad and, with sinks, its version 3: gradients of dense calls
     [U]  CANN's pages aclnnFlashAttentionUnpaddingScoreGradV4 and, with sinks, V5: gradients of varlen calls
+    [F]  torch_npu's documentation of npu_sparse_flash_attention on A2 and A3, releases 7.3.0, 26.0.0 and 26.1.0
 Where they disagree the narrower one counts.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from fastattention.attention.problem import Layout, Problem
+from fastattention.backends.ascend.vendor.operators import SELECTED, SELECTED_LATENTS, SELECTED_ROPE
 from fastattention.backends.common.arguments import why_not_arguments
 from fastattention.backends.common.gradients import why_not_backward
 
@@ -37,6 +41,7 @@ _MAX_DECODE_KEYS = 262144  # [I]: for one query
 _MAX_PREFILL_TOKENS = 20 * 2**20  # [I]: "20M", for more than one query
 _MAX_PAGE = 512  # [I]
 _PREFILL_PAGE_STEP = 128  # [I]: more than one query
+_SELECTED_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)  # [F]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -46,6 +51,8 @@ def why_not(problem: Problem) -> str | None:
     """
     if problem.needs_grad:
         return _why_not_gradients(problem)
+    if is_selected(problem):
+        return _why_not_selected(problem)
     if (reason := why_not_features(problem)) is not None:
         return reason
     if problem.layout is Layout.KVCACHE:
@@ -175,6 +182,39 @@ def _why_not_quantized(problem: Problem) -> str | None:
         f"{' and '.join(given)} with seqlen_q={problem.seqlen_q} and an int8 cache; beyond one query "
         f"npu_fused_infer_attention_score takes one key head, bfloat16, no pages, at most {_MAX_INT8_QUERIES} queries"
     )
+
+
+def is_selected(problem: Problem) -> bool:
+    """Whether pages have one token, which npu_fused_infer_attention_score does not take: keys that queries select."""
+    return problem.layout is Layout.KVCACHE and problem.page_block_size == 1
+
+
+def _why_not_selected(problem: Problem) -> str | None:
+    """Why npu_sparse_flash_attention cannot serve a call whose pages have one token, or None. The chip is not checked.
+
+    It has sinks on other chips only [F]. A problem does not tell whether v is in k: `selected.forward` refuses others.
+    """
+    if (reason := why_not_arguments(problem, SELECTED, ())) is not None:
+        return reason
+    if problem.dtype not in (torch.float16, torch.bfloat16) or problem.cache_dtype is not None:
+        dtypes = f"dtype {problem.dtype}" + ("" if problem.cache_dtype is None else f", cache in {problem.cache_dtype}")
+        return f"{dtypes}; {SELECTED} takes float16 and bfloat16 throughout"
+    served = {
+        "seqlen_q": 1,
+        "nheads_k": 1,
+        "headdim": SELECTED_LATENTS + SELECTED_ROPE,
+        "headdim_v": SELECTED_LATENTS,
+    }
+    for name, only in served.items():
+        if (given := getattr(problem, name)) != only:
+            return f"{name}={given} with page_block_size=1; {SELECTED} takes {only}"
+    if problem.nheads not in _SELECTED_HEADS:
+        return f"nheads={problem.nheads}; {SELECTED} takes {', '.join(map(str, _SELECTED_HEADS))}"
+    if 0 <= problem.window_left < problem.seqlen_k - 1:
+        return f"window_size on the left, {problem.window_left}; {SELECTED} has none"
+    if not hasattr(torch.ops.npu, SELECTED):
+        return f"no {SELECTED} is registered; import torch_npu, or install a version that has it"
+    return None
 
 
 def _beyond(bounds: dict[str, tuple[int, int]], operator: str) -> str | None:

@@ -20,6 +20,8 @@ TRAINING = "npu_fusion_attention"
 INFERENCE = "npu_fused_infer_attention_score"
 GRADIENT = "npu_fusion_attention_grad"
 INDEXER = "npu_lightning_indexer"
+SELECTED = "npu_sparse_flash_attention"
+SELECTED_LATENTS, SELECTED_ROPE = 512, 64  # elements of a key that `SELECTED` takes: the value, and the rotated part
 STATISTICS = 8  # the training operators repeat the maximum and the sum of a row this many times
 
 # Some versions of torch_npu lack these arguments. The others are as old as the operators.
@@ -56,8 +58,8 @@ def run(call: OperatorCall) -> tuple[Any, ...]:
 
 def check(call: OperatorCall) -> None:
     """Raises ValueError for arguments that the vendor would misread. Calls of this package never have them."""
-    if call.operator == INDEXER:
-        _check_indexer(call.arguments)
+    if call.operator in _CHECKS:
+        _CHECKS[call.operator](call.arguments)
         return
     arguments = call.arguments
     mode, mask = arguments.get("sparse_mode", 0), arguments.get("atten_mask")
@@ -86,6 +88,21 @@ def _check_indexer(arguments: dict[str, Any]) -> None:
     if key.shape[-2:] != (1, query.shape[-1]) or arguments["weights"].shape != query.shape[:-1]:
         shapes = ", ".join(str(tuple(arguments[name].shape)) for name in ("query", "key", "weights"))
         raise ValueError(f"query, key and weights must agree, with one key head, got {shapes}")
+
+
+def _check_selected(arguments: dict[str, Any]) -> None:
+    """Neither does shape inference look at this. The operator reads values from key, and as many indices as keys."""
+    if arguments["value"] is not arguments["key"]:
+        raise ValueError(f"value must be the tensor key, which {SELECTED} reads values from")
+    modes = {name: arguments[name] for name in ("sparse_mode", "attention_mode", "sparse_block_size")}
+    if tuple(modes.values()) != (SparseMode.NO_MASK, 2, 1):
+        raise ValueError(f"{modes} are not in use; they must be 0, 2 and 1")
+    columns, keys = arguments["sparse_indices"].shape[-1], arguments["key"].shape[0]
+    if columns > keys:
+        raise ValueError(f"{columns} indices of {keys} keys: {SELECTED} would read the first {keys} only")
+
+
+_CHECKS = {INDEXER: _check_indexer, SELECTED: _check_selected}
 
 
 def _check_results_of_forward(arguments: dict[str, Any]) -> None:

@@ -107,8 +107,19 @@ class _KeySlots(NamedTuple):
             raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
         if tokens.cu_seqlens is not None:
             return cls(tokens, 0, **{name: x[:, None] for name, x in given.items()})
-        slots, step = _as_slots(list(given.values()))
+        in_keys = runs_eagerly(k, v) and _is_part(v, k)
+        apart = [x for name, x in given.items() if not (in_keys and name == "v")]
+        slots, step = _as_slots(apart)
+        if in_keys:  # with the strides of k, also on axes of size 1: kernels then read shared memory once
+            slots.insert(1, slots[0][..., : v.shape[-1]])
         return cls(tokens, step, **dict(zip(given, slots, strict=True)))
+
+
+def _is_part(v: Tensor, k: Tensor) -> bool:
+    """Whether v is the first columns of k."""
+    axes = [axis for axis, size in enumerate(k.shape) if size != 1]
+    strides = [(k.stride(axis), v.stride(axis)) for axis in axes]
+    return v.data_ptr() == k.data_ptr() and v.shape[-1] <= k.shape[-1] and all(a == b for a, b in strides)
 
 
 def _as_slots(tensors: list[Tensor]) -> tuple[list[Tensor], int]:

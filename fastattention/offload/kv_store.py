@@ -11,13 +11,12 @@ from torch import Tensor
 
 from fastattention.attention.interface import fast_attn_with_kvcache
 from fastattention.attention.merge import merge_attn_states
-from fastattention.attention.selected import fast_attn_selected_func
 from fastattention.errors import ArgumentError, CacheFullError
 from fastattention.offload.cpu_attention_queue import CpuAttentionQueue, CpuResults
 from fastattention.offload.device import CpuWork, Device
 from fastattention.offload.eviction_order import eviction_order
 from fastattention.offload.host_memory import HostMemory
-from fastattention.offload.layer import AttendOptions, Layer, positions_within
+from fastattention.offload.layer import AttendOptions, Layer
 from fastattention.offload.lengths import LengthTensors
 from fastattention.offload.memory import STAGING_BUFFERS, ceil_div, least_pages, staging_pages
 from fastattention.offload.pages import PagePool, PageShape
@@ -156,17 +155,11 @@ class CooperativeKVStore:
     def _attend_to_selected(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """Attention to selected keys. Few queries gather theirs from CPU memory; for many the layer is uploaded."""
         if not layer.host_tokens:
-            out: Tensor = layer.attend_to_selected(q, k, v, options, return_lse=False)
+            out: Tensor = layer.attend_to_selected(q, k, v, options)
         elif q.shape[1] <= MOST_QUERIES_ON_CPU:
             out = layer.attend_to_gathered(q, k, v, options)
         else:
-            visit = self._staging.begin(layer, whole=True)
-            parts = [self._attend_to_chunk(q, chunk, options) for chunk in self._staging.chunks(visit)]
-            parts.append(layer.attend_to_selected(q, k, v, options, return_lse=True))
-            layer.finish(k.shape[1])
-            self._staging.finish(visit)
-            outs, lses = zip(*parts, strict=True)
-            return merge_attn_states(outs, lses)[0]
+            out = layer.attend_to_uploaded(q, k, v, options)
         layer.finish(k.shape[1])
         return out
 
@@ -209,13 +202,6 @@ class CooperativeKVStore:
 
     def _attend_to_chunk(self, q: Tensor, chunk: StagedChunk, options: AttendOptions) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = chunk.buffer.pages
-        if options.indices is not None:
-            part: tuple[Tensor, Tensor] = fast_attn_selected_func(
-                q, k, v, positions_within(options.indices, chunk.begin, chunk.end), options.softmax_scale,
-                softcap=options.softcap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
-                seqused_k=self._lengths.of(q.shape[0], chunk.end - chunk.begin), block_table=chunk.buffer.block_table,
-            )  # fmt: skip
-            return part
         out, lse = fast_attn_with_kvcache(
             q, k, v, cache_seqlens=self._lengths.of(q.shape[0], chunk.end - chunk.begin),
             cache_leftpad=options.leftpad(chunk.begin, chunk.end, q.device), block_table=chunk.buffer.block_table,

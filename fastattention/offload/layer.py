@@ -15,7 +15,7 @@ from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.device import Copy, CpuWork, Device, Event
 from fastattention.offload.lengths import LengthTensors
 from fastattention.offload.memory import ceil_div
-from fastattention.offload.pages import PagePool, Pages, PageShape, runs
+from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pages, runs
 from fastattention.quantized import quantize
 
 
@@ -163,16 +163,27 @@ class Layer:
             causal=True, softcap=options.softcap, sinks=options.sinks, return_lse=return_lse, **self._where(before),
         )  # fmt: skip
 
-    def attend_to_selected(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, return_lse: bool) -> Any:
-        """`attend_on_device` where options.indices say which tokens are seen: those of them on the device."""
+    def attend_to_selected(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        """`attend_on_device` where options.indices say which tokens are seen, and all are on the device."""
         assert options.indices is not None
         self._append(k, v)
         k_pages, v_pages, *_ = self._gpu.pages
-        held = self._gpu_tokens + k.shape[1]
+        lengths = self._lengths.of(self.batch_size, self.length + k.shape[1])
         return fast_attn_selected_func(
-            q, k_pages, v_pages, positions_within(options.indices, self.host_tokens, self.host_tokens + held),
-            options.softmax_scale, softcap=options.softcap, sinks=options.sinks, return_lse=return_lse,
-            seqused_k=self._lengths.of(self.batch_size, held), block_table=self._gpu_table.block_table(),
+            q, k_pages, v_pages, options.indices, options.softmax_scale, softcap=options.softcap, sinks=options.sinks,
+            seqused_k=lengths, block_table=self._gpu_table.block_table(),
+        )  # fmt: skip
+
+    def attend_to_uploaded(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        """`attend_to_selected` for many queries: all tokens in CPU memory come to the device for this call."""
+        assert options.indices is not None
+        self._append(k, v)
+        shape, held = self._gpu.shape, self._gpu_tokens + k.shape[1]
+        here = torch.arange(held, dtype=torch.int64, device=q.device).expand(self.batch_size, -1)
+        keys = torch.cat((self._uploaded(), self._gpu_rows(here)), dim=1).unsqueeze(2)
+        return fast_attn_selected_func(
+            q, keys, keys[..., : shape.headdim_v], options.indices, options.softmax_scale, softcap=options.softcap,
+            sinks=options.sinks,
         )  # fmt: skip
 
     def attend_to_gathered(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
@@ -183,13 +194,13 @@ class Layer:
         if self.downloaded is not None:
             self._device.wait(self.downloaded)
         batch_size, seqlen_q, topk = indices.shape
-        shape, end = self._gpu.shape, self.host_tokens
-        on_host = positions_within(indices, 0, end).flatten(1)
-        here = positions_within(indices, end, end + self._gpu_tokens + k.shape[1]).flatten(1)
+        shape, positions = self._gpu.shape, indices.flatten(1)
+        # The others are read of token 0, and not used.
+        on_host = (positions >= 0) & (positions < self.host_tokens)
         rows = torch.where(
-            on_host[..., None] >= 0,
-            self._host_rows(_rows_of(on_host, self._host_table.on(q.device), self._page_size)),
-            self._gpu.pages.k.flatten(0, 2)[_rows_of(here, self._gpu_table.block_table(), self._page_size)],
+            on_host[..., None],
+            self._host_rows(torch.where(on_host, positions, 0)),
+            self._gpu_rows((positions - self.host_tokens).clamp(min=0)),
         )
         keys = rows.view(batch_size * seqlen_q, topk, 1, shape.headdim)
         out = fast_attn_with_kvcache(
@@ -199,13 +210,36 @@ class Layer:
         )  # fmt: skip
         return out.view(batch_size, seqlen_q, *out.shape[2:])
 
-    def _host_rows(self, rows: Tensor) -> Tensor:
-        """Keys in CPU memory, by their rows, as the device holds keys."""
-        k, _, k_scale, _ = self._host.pages
-        found = self._device.reach(k.flatten(0, 2))[rows]
+    def _gpu_rows(self, positions: Tensor) -> Tensor:
+        """Keys on the device, (batch_size, tokens, headdim), by their positions there."""
+        rows = _rows_of(positions, self._gpu_table.block_table(), self._page_size)
+        return _gathered(self._gpu.pages.k.flatten(0, 2), rows)
+
+    def _host_rows(self, positions: Tensor) -> Tensor:
+        """Keys in CPU memory, which the device reads over the link, as it holds keys."""
+        k, k_scale = self._host.reached(self._device)
+        rows = _rows_of(positions, self._host_table.on(positions.device), self._page_size)
+        found = _gathered(k, rows)
         if k_scale is not None:
-            found = found.float() * self._device.reach(k_scale.flatten(0, 2))[rows][..., None]
+            found = found.float() * k_scale[rows][..., None]
         return found.to(self._gpu.shape.dtype)
+
+    def _uploaded(self) -> Tensor:
+        """All keys in CPU memory, (batch_size, host_tokens, headdim), as the device holds keys."""
+        pages = allocate_pages(self._host.shape, len(self._host_table.all()), self._on_device)
+        copies = [
+            Copy(to[position : position + count], source[page : page + count])
+            for position, page, count in runs(self._host_table.all(), self._host.slab_pages)
+            for to, source in zip(pages.tensors(), self._host.pages.tensors(), strict=True)
+        ]
+        # The memory may have been another tensor's, which is still read.
+        after = [event for event in (self._device.mark(), self.downloaded) if event is not None]
+        self._device.wait(self._device.upload(copies, after).end)
+        found = pages.k if pages.k_scale is None else pages.k.float() * pages.k_scale[..., None]
+        return found.to(self._gpu.shape.dtype).view(self.batch_size, self.host_tokens, -1)
+
+    def _on_device(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
 
     def _append(self, k: Tensor, v: Tensor) -> None:
         """Appends to the pages on the device; `finish` advances the length."""
@@ -363,13 +397,14 @@ def _stored(pages: Pages, page: int, count: int, shape: PageShape) -> Pages:
     return Pages(k, v, k_scale, v_scale)
 
 
-def positions_within(indices: Tensor, begin: int, end: int) -> Tensor:
-    """Positions counted from `begin`; -1 for those that are not before `end`, or none."""
-    return torch.where((indices >= begin) & (indices < end), indices - begin, -1)
-
-
 def _rows_of(positions: Tensor, table: Tensor, page_size: int) -> Tensor:
-    """The rows of tokens among those of all pages: int64 like positions (batch_size, tokens); any row for -1."""
-    positions = positions.clamp(min=0).long()
-    pages = table.gather(1, positions // page_size).long()
-    return pages * page_size + positions % page_size
+    """The rows of tokens among those of all pages: int64 (batch_size, tokens), as positions."""
+    positions = positions.long()
+    return table.gather(1, positions // page_size).long() * page_size + positions % page_size
+
+
+def _gathered(keys: Tensor, rows: Tensor) -> Tensor:
+    """keys[rows], in words of eight bytes: reads over a link are as wide as the lanes of a warp together."""
+    if keys.shape[-1] * keys.itemsize % 8:
+        return keys[rows]
+    return keys.view(torch.int64)[rows].view(keys.dtype)

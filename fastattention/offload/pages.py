@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattention.errors import CacheFullError
-from fastattention.offload.device import Event
+from fastattention.offload.device import Device, Event
 from fastattention.offload.model_shape import SCALE_BYTES
 
 
@@ -115,6 +115,7 @@ class PagePool:
         self._free = list(range(num_pages))  # a heap: the lowest first, so that neighbours lie side by side
         self._returned: deque[tuple[Event, list[int]]] = deque()
         self._owners = [0] * num_pages
+        self._reached: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def available(self) -> int:
@@ -125,6 +126,17 @@ class PagePool:
     def used(self) -> int:
         """Pages that are taken."""
         return self.num_pages - self.available
+
+    def reached(self, device: Device) -> tuple[Tensor, Tensor | None]:
+        """Keys of tokens, (tokens of all pages, headdim), and their scales, as the device reads them over the link.
+
+        For one key head. Pages must have been taken.
+        """
+        if self._reached is None:
+            k, _, k_scale, _ = (None if x is None else x.flatten(0, 2) for x in self.pages)
+            assert k is not None
+            self._reached = device.reach(k), None if k_scale is None else device.reach(k_scale)
+        return self._reached
 
     def check(self, count: int) -> None:
         """Raises CacheFullError unless `count` pages can be taken."""

@@ -7,6 +7,7 @@ proportional to the number of selected keys. No tensor has a row of all keys for
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fastattention.attention.problem import AttentionOutput
 from fastattention.attention.rows import Rows, as_rows
 from fastattention.attention.validation import KvCacheArguments, lengths
 from fastattention.attention.validation.common import read_options
-from fastattention.engine.checks import check_device, read_flag, spec_of
+from fastattention.engine.checks import check_device, read_flag, read_int, spec_of
 from fastattention.engine.eager import runs_eagerly
 from fastattention.engine.kinds import check_readable
 from fastattention.errors import ArgumentError
@@ -39,20 +40,23 @@ def fast_attn_selected_func(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    key_block: int = 1,
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Exact attention of each query to the keys that its indices name, for all heads.
+    """Exact attention of each query to the keys that its indices name, for all heads or for each key head.
 
     - `q`: (batch_size, seqlen_q, nheads, headdim); with cu_seqlens_q (total_q, nheads, headdim)
     - `k`: (batch_size, seqlen_k, nheads_k, headdim); with cu_seqlens_k (total_k, nheads_k, headdim); with block_table
         pages (num_blocks, page_block_size, nheads_k, headdim)
     - `v`: as k, with headdim_v; or `k[..., :headdim_v]`, as in latent attention
     - `indices`: int32 or int64 (batch_size, seqlen_q, topk), with cu_seqlens_q (total_q, topk): positions of keys
-        within the sequence of the query, in any order. -1 is no key. A key that is named twice counts twice.
+        within the sequence of the query, in any order. -1 is no key. A key that is named twice counts twice. With an
+        axis of key heads, (batch_size, seqlen_q, nheads_k, topk) or (total_q, nheads_k, topk), each has its own keys.
+    - `key_block`: indices name blocks of so many neighbouring keys, of which the last may have fewer
     - `causal`: drops keys behind the query; aligned to the bottom right, so the last query may see every key.
     - `seqused_k`: int32 (batch_size,), how many tokens of each sequence there are; None means all. Needed with
         block_table, whose rows may hold more.
@@ -68,22 +72,25 @@ def fast_attn_selected_func(
         queries = as_rows("q", q, cu_seqlens_q)
         tokens = KeyTokens.of({"k": k, "v": v}, "nheads_k, headdim", cu_seqlens_k, block_table, seqused_k)
         keys = _KeySlots.of(tokens, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
-        chosen = _chosen(queries, keys, indices, read_flag("causal", causal))
+        of_heads = _of_heads(queries, indices, keys.k.shape[2], sinks)
+        keys = keys.of_each_head() if of_heads else keys
+        chosen = _chosen(queries, keys, indices, read_flag("causal", causal), _read_block(key_block))
     except (RuntimeError, TypeError):
         check_readable({"q": q, "k": k, "v": v, "indices": indices})
         raise
+    rows = queries.rows.view(chosen.counts.shape[0], -1, q.shape[-1]) if of_heads else queries.rows
     given = KvCacheArguments(
-        queries.rows[:, None], keys.k, keys.v, cache_seqlens=chosen.counts, block_table=chosen.slots, sinks=sinks,
+        rows[:, None], keys.k, keys.v, cache_seqlens=chosen.counts, block_table=chosen.slots, sinks=sinks,
         k_scale=keys.k_scale, v_scale=keys.v_scale,
     )  # fmt: skip
     options = read_options(softmax_scale, False, (-1, -1), softcap, return_lse=return_lse)
 
     def returned(result: AttentionOutput) -> Any:
-        out = result.out[:, 0]
+        out = result.out.view(*queries.rows.shape[:2], -1)
         if not return_lse:
             return queries.back(out)
         assert result.lse is not None
-        return queries.back((out, result.lse[..., 0].T.contiguous()))
+        return queries.back((out, result.lse.view(queries.rows.shape[:2]).T.contiguous()))
 
     return ATTENTION_KVCACHE, given, options, backend, returned
 
@@ -97,6 +104,7 @@ class _KeySlots(NamedTuple):
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    head_steps: tuple[int, int, int] | None = None  # nheads_k, and slots from a token and from a head to the next
 
     @classmethod
     def of(cls, tokens: KeyTokens, **tensors: Tensor | None) -> _KeySlots:
@@ -106,13 +114,37 @@ class _KeySlots(NamedTuple):
         if k.shape[:-2] != v.shape[:-2]:
             raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
         if tokens.cu_seqlens is not None:
-            return cls(tokens, 0, **{name: x[:, None] for name, x in given.items()})
-        in_keys = runs_eagerly(k, v) and _is_part(v, k)
-        apart = [x for name, x in given.items() if not (in_keys and name == "v")]
-        slots, step = _as_slots(apart)
-        if in_keys:  # with the strides of k, also on axes of size 1: kernels then read shared memory once
-            slots.insert(1, slots[0][..., : v.shape[-1]])
-        return cls(tokens, step, **dict(zip(given, slots, strict=True)))
+            slots, step = [x[:, None] for x in given.values()], 0
+        else:
+            in_keys = runs_eagerly(k, v) and _is_part(v, k)
+            slots, step = _as_slots([x for name, x in given.items() if not (in_keys and name == "v")])
+            if in_keys:  # with the strides of k, also on axes of size 1: kernels then read shared memory once
+                slots.insert(1, slots[0][..., : v.shape[-1]])
+        found = dict(zip(given, slots, strict=True))
+        return cls(tokens, step, found["k"], found["v"], found.get("k_scale"), found.get("v_scale"))
+
+    def of_each_head(self) -> _KeySlots:
+        """The same with slots of one head: slot s of head h becomes s * head_steps[1] + h * head_steps[2]."""
+        given = {name: x for name in ("k", "v", "k_scale", "v_scale") if (x := getattr(self, name)) is not None}
+        heads = self.k.shape[2]
+        steps = {_head_steps(x) for x in given.values()}
+        if len(steps) > 1 or not runs_eagerly(*given.values()):  # slots of all must be the same
+            apart = {name: x.reshape(-1, 1, 1, *x.shape[3:]) for name, x in given.items()}
+            return self._replace(**apart)._replace(head_steps=(heads, heads, 1))
+        ((of_token, of_head),) = steps
+        count = max((self.k.shape[0] - 1) * of_token + (heads - 1) * of_head + 1, 0) if self.k.numel() else 0
+        apart = {name: _with_slots(x, count, x.stride(0) // of_token) for name, x in given.items()}
+        return self._replace(**apart)._replace(head_steps=(heads, of_token, of_head))
+
+
+def _head_steps(x: Tensor) -> tuple[int, int]:
+    """How many slots of one head (num_slots, 1, nheads_k, ...) has from a token, and from a head, to the next."""
+    unit = math.gcd(x.stride(0), x.stride(2))
+    return x.stride(0) // max(unit, 1) or 1, x.stride(2) // max(unit, 1)
+
+
+def _with_slots(x: Tensor, count: int, stride: int) -> Tensor:
+    return x.as_strided((count, 1, 1, *x.shape[3:]), (stride, stride, stride, *x.stride()[3:]))
 
 
 def _is_part(v: Tensor, k: Tensor) -> bool:
@@ -139,24 +171,43 @@ def _as_slots(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
 class _Chosen(NamedTuple):
     """The keys of each query."""
 
-    slots: Tensor  # int32 (total_q, topk): the first `counts` of each row are slots, in the order of indices
-    counts: Tensor  # int32 (total_q,)
+    slots: Tensor  # int32 (rows, topk): the first `counts` of each row are slots, in the order of indices
+    counts: Tensor  # int32 (rows,): rows are queries, or key heads of queries
 
 
-def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool) -> _Chosen:
-    """Drops what is no key, and finds the slots of the others."""
-    q = spec_of("q", queries.rows)
-    total_q, batch_size = q.shape[0], queries.cu_seqlens.shape[0] - 1
-    if queries.batch is not None and spec_of("indices", indices).shape[:2] == queries.batch:
-        indices = indices.flatten(0, 1)
-    found = spec_of("indices", indices)
+def _read_block(value: object) -> int:
+    key_block = read_int("key_block", value)
+    if key_block < 1:
+        raise ArgumentError(f"key_block={key_block} must be at least 1")
+    return key_block
+
+
+def _of_heads(queries: Rows, indices: Tensor, nheads_k: int, sinks: Tensor | None) -> bool:
+    """Checks indices. Whether each key head has its own."""
+    q, found = spec_of("q", queries.rows), spec_of("indices", indices)
     if found.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"indices must be int32 or int64, got {found.dtype}")
     check_device("indices", found, q)
-    if len(found.shape) != 2 or found.shape[0] != total_q:
+    batch = queries.batch or q.shape[:1]
+    rest = found.shape[len(batch) :]
+    if found.shape[: len(batch)] != batch or len(rest) not in (1, 2) or (len(rest) == 2 and rest[0] != nheads_k):
         raise ArgumentError(
-            f"indices must be (batch_size, seqlen_q, topk), or (total_q, topk), got {tuple(found.shape)}"
+            "indices must be (batch_size, seqlen_q, topk), or (total_q, topk) with cu_seqlens_q, with an axis of "
+            f"nheads_k={nheads_k} before the last or without, got {tuple(found.shape)}"
         )
+    if len(rest) == 2 and q.shape[1] % max(nheads_k, 1):
+        raise ArgumentError(f"nheads_k={nheads_k} must divide nheads={q.shape[1]}")
+    if len(rest) == 2 and sinks is not None:
+        raise ArgumentError("sinks cannot be given with indices of each key head; give indices of all heads")
+    return len(rest) == 2
+
+
+def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool, key_block: int) -> _Chosen:
+    """Drops what is no key, and finds the slots of the others."""
+    q = spec_of("q", queries.rows)
+    total_q, batch_size = q.shape[0], queries.cu_seqlens.shape[0] - 1
+    heads, of_token, of_head = keys.head_steps or (1, 1, 0)
+    indices = indices.reshape(total_q, heads, indices.shape[-1])
     rows = torch.arange(total_q, dtype=torch.int32, device=q.device)
     sequences = torch.searchsorted(queries.cu_seqlens[1:], rows, right=True)
     tokens = keys.tokens
@@ -167,28 +218,37 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool) -> _C
         tokens.check_numbers(batch_size)
     limits = lengths_k[sequences]
     if is_checked:
-        _check_indices(indices, limits)
+        _check_indices(indices, limits, key_block)
     if causal:
         limits = limits - (queries.cu_seqlens[1:][sequences] - 1 - rows)
-    seen = (indices >= 0) & (indices < limits[:, None])
-    places = seen.cumsum(1)
+    if key_block > 1:
+        within = torch.arange(key_block, dtype=indices.dtype, device=q.device)
+        # -1 stays below all keys.
+        indices = (indices[..., None] * key_block + torch.where(indices[..., None] < 0, 0, within)).flatten(2)
+    seen = (indices >= 0) & (indices < limits[:, None, None])
     positions = torch.where(seen, indices, 0)
     if tokens.block_table is not None:
-        pages = tokens.block_table[sequences[:, None], positions // tokens.seqlen]
+        pages = tokens.block_table[sequences[:, None, None], positions // tokens.seqlen]
         slots = pages * keys.step + positions % tokens.seqlen
     else:
         first = sequences * keys.step if tokens.cu_seqlens is None else tokens.cu_seqlens[sequences]
-        slots = first[:, None] + positions
+        slots = first[:, None, None] + positions
+    if heads > 1 or of_token > 1:
+        slots = slots * of_token + torch.arange(heads, device=q.device)[:, None] * of_head
+    seen, slots = seen.flatten(0, 1), slots.flatten(0, 1)
     # Keys that are dropped go to a column behind those of each row.
-    topk = indices.shape[1]
-    table = torch.zeros(total_q, topk + 1, dtype=torch.int32, device=q.device)
-    table.scatter_(1, torch.where(seen, places - 1, topk), slots.to(torch.int32))
+    topk = indices.shape[2]
+    table = torch.zeros(total_q * heads, topk + 1, dtype=torch.int32, device=q.device)
+    table.scatter_(1, torch.where(seen, seen.cumsum(1) - 1, topk), slots.to(torch.int32))
     return _Chosen(table[:, :topk], seen.sum(1, dtype=torch.int32))
 
 
-def _check_indices(indices: Tensor, lengths_k: Tensor) -> None:
-    wrong = (indices < -1) | (indices >= lengths_k[:, None])
+def _check_indices(indices: Tensor, lengths_k: Tensor, key_block: int) -> None:
+    """indices: (total_q, heads, topk)."""
+    limits = -(-lengths_k // key_block)
+    wrong = (indices < -1) | (indices >= limits[:, None, None])
     if wrong.any():
-        row, column = (int(x) for x in wrong.nonzero()[0])
-        key, count = int(indices[row, column]), int(lengths_k[row])
-        raise ArgumentError(f"indices name key {key} for query {row}, whose sequence has {count} keys; -1 is no key")
+        row, head, column = (int(x) for x in wrong.nonzero()[0])
+        key, count = int(indices[row, head, column]), int(lengths_k[row])
+        what = "key" if key_block == 1 else f"block of {key_block} keys"
+        raise ArgumentError(f"indices name {what} {key} for query {row}, whose sequence has {count} keys; -1 is none")

@@ -171,6 +171,45 @@ def test_results_are_those_of_a_dense_mask(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("key_block", [1, 3])
+@pytest.mark.parametrize("layout", ["rows", "heads first", "varlen", "pages"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_each_key_head_may_select_keys_or_blocks_of_its_own(
+    lengths: str, layout: str, key_block: int, backend: str
+) -> None:
+    sequences, (nheads, nheads_k, *_) = draw(lengths, "grouped", torch.float16), HEADS["grouped"]
+    group = nheads // nheads_k
+    of_heads: list[Sequences] = []  # with all keys of the blocks, as calls of one key head
+    chosen = []
+    for number, (_, k, _, indices) in enumerate(sequences):
+        blocks = torch.stack([indices, indices.roll(1, dims=0)], dim=1)  # (seqlen_q, nheads_k, topk)
+        if key_block > 1:
+            count = -(-len(k) // key_block)
+            order = normal(*blocks.shape[:2], count, seed=number + 40).argsort(dim=2).int()
+            blocks = torch.where(order % 3 > 0, order, -1)[..., : max(count // 2, 1)]
+            blocks = torch.nn.functional.pad(blocks, (0, 20 - blocks.shape[2]), value=-1)
+        chosen.append(blocks)
+    for head in range(nheads_k):
+        keys = []
+        for x, (_, k, *_) in zip(chosen, sequences, strict=True):
+            expanded = (x[:, head, :, None] * key_block + torch.arange(key_block)).int()
+            is_key = (x[:, head, :, None] >= 0) & (expanded < len(k))
+            keys.append(torch.where(is_key, expanded, -1).flatten(1))
+        heads = slice(head * group, (head + 1) * group)
+        of_heads.append(
+            [
+                (q[:, heads], k[:, head : head + 1], v[:, head : head + 1], x)
+                for (q, k, v, _), x in zip(sequences, keys, strict=True)
+            ]
+        )
+    mine = [(q, k, v, x) for (q, k, v, _), x in zip(sequences, chosen, strict=True)]
+    found = run(mine, layout, causal=True, backend=backend, key_block=key_block)
+    for head, alone in enumerate(of_heads):
+        heads = slice(head * group, (head + 1) * group)
+        check(alone, [(out[:, heads], lse[heads]) for out, lse in found], True, None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sinks_take_part(backend: str) -> None:
     sequences, sinks = draw("prompts", "grouped", torch.float16), normal(4)
     check(sequences, run(sequences, "rows", sinks=sinks, backend=backend), False, sinks)
@@ -205,6 +244,19 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         "indices name key 9 for query 0",
     ),
     "a negative key": (lambda a: {"indices": a["indices"].clone().fill_(-2)}, "indices name key -2"),
+    "a block behind the sequence": (
+        lambda a: {"indices": a["indices"].clone().fill_(3), "key_block": 3},
+        "indices name block of 3 keys 3 for query 0",
+    ),
+    "a block without keys": (lambda a: {"key_block": 0}, "key_block=0 must be at least 1"),
+    "heads that there are not": (
+        lambda a: {"indices": torch.zeros(2, 3, 2, 5, dtype=torch.int32)},
+        "with an axis of nheads_k=1 before the last",
+    ),
+    "sinks of key heads": (
+        lambda a: {"indices": torch.zeros(2, 3, 1, 5, dtype=torch.int32), "sinks": torch.zeros(4)},
+        "sinks cannot be given",
+    ),
     "floats": (lambda a: {"indices": a["indices"].float()}, "indices must be int32 or int64"),
     "too few queries": (lambda a: {"indices": a["indices"][:, :1]}, "indices must be"),
     "no lengths of pages": (lambda a: {"block_table": int32(0).view(1, 1).expand(2, 1)}, "seqused_k must be given"),

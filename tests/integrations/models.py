@@ -61,6 +61,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_SIZES, **_LATENTS},
     "deepseek_v32": {**_SIZES, **_LATENTS, **_INDEXER},
     "glm_moe_dsa": {**_SIZES, **_LATENTS, **_INDEXER},
+    # Each key head selects blocks of keys.
+    "minimax_m3_vl_text": {
+        **_DECODER, "head_dim": 16, "rotary_dim": 8, "layer_types": ["minimax_m3_sparse"] * 2, "index_n_heads": 2,
+        "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"], "shared_intermediate_size": 32,
+        "dense_intermediate_size": 64,
+    },
 }  # fmt: skip
 
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")

@@ -155,7 +155,7 @@ DEEPSEEK_V32: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
+    "v_head_dim": 16, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 4,
 }  # fmt: skip
 
 

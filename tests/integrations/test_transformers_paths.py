@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         r"shape \(2, 6\) followed by",
     ),
-    "blocks": ({"block_indices": torch.zeros(1)}, UnsupportedError, "'block_indices'"),
+    "blocks of any size": ({"block_indices": torch.zeros(1)}, UnsupportedError, "block_indices"),
     "sinks of each token": ({"sinks": torch.zeros(1)}, UnsupportedError, "'sinks'"),
     "padding mask": ({"attention_mask": torch.ones(2, 6)}, ArgumentError, r"got shape \(2, 6\)"),
     "integer mask": ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.int64)}, ArgumentError, "int64"),

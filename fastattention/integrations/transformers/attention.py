@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastattention.attention.interface import fast_attn_func
-from fastattention.attention.selected import fast_attn_selected_func
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.pair_masks import pair_mask_of
 from fastattention.integrations.transformers.block_sparse import prefill_functions
@@ -25,10 +24,16 @@ from fastattention.integrations.transformers.masks import (
     attend_varlen,
     combine,
 )
+from fastattention.integrations.transformers.selected import (
+    attend_to_blocks,
+    attend_to_selected,
+    check_selected,
+    with_selected,
+)
 from fastattention.integrations.transformers.stored import StoredTokens
 
 # Arguments by which sparse and gated models change the softmax. Nothing else shows such a change.
-UNKNOWN_ARGUMENTS = ("block_indices", "sinks")
+UNKNOWN_ARGUMENTS = ("sinks",)
 _VARLEN_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MEANINGFUL = frozenset((*UNKNOWN_ARGUMENTS, *_VARLEN_ARGUMENTS, "output_attentions"))
 _log = logging.get_logger(__name__)
@@ -49,6 +54,7 @@ def fast_attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     functions: Functions = AT_ONCE,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -66,6 +72,8 @@ def fast_attention_forward(
     position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
     indices: integers (batch_size, seqlen_q, topk), keys that an indexer (of DeepSeek-V3.2) selected for each query, -1
         for none. A query sees only those of them that attention_mask shows to it.
+    block_indices: the same for each key head, (batch_size, nheads_k, seqlen_q, topk), of blocks of keys of the size
+        module.indexer.block_size (MiniMax-M3)
     functions: the functions that compute it
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
@@ -77,7 +85,7 @@ def fast_attention_forward(
     if has_more:
         _check_unsupported(kwargs)
     if indices is not None:
-        _check_selected(attention_mask, indices, query, key)
+        check_selected(attention_mask, indices, query, key)
         if indices.shape[-1] >= key.shape[2]:
             indices = None  # all keys are selected that the mask shows
     if isinstance(key, Latents):
@@ -88,7 +96,7 @@ def fast_attention_forward(
             out, _ = fast_attention_forward(
                 module, key.absorbed(query), k, v, attention_mask, dropout,
                 query.shape[-1] ** -0.5 if scaling is None else scaling, is_causal, sliding_window, softcap, s_aux,
-                position_bias, indices, functions, **kwargs,
+                position_bias, indices, functions=functions, **kwargs,
             )  # fmt: skip
             return key.projected(out), None
     if indices is not None and not isinstance(key, StoredTokens):
@@ -96,10 +104,15 @@ def fast_attention_forward(
         if key.shape[1] == 1 or query.shape[2] == 1:
             assert isinstance(key, Tensor)
             assert isinstance(value, Tensor)
-            return _attend_to_selected(
+            return attend_to_selected(
                 query, key, value, attention_mask, indices, scaling, softcap, s_aux, dropout
             ), None
-        attention_mask = _with_selected(attention_mask, indices, key.shape[2])
+        attention_mask = with_selected(attention_mask, indices, key.shape[2])
+    if block_indices is not None:
+        size = getattr(getattr(module, "indexer", None), "block_size", None)
+        return attend_to_blocks(
+            query, key, value, attention_mask, block_indices, size, scaling, softcap, s_aux, dropout
+        ), None
     functions = prefill_functions(functions, module, query, key, attention_mask)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
@@ -143,47 +156,6 @@ def _check_unsupported(kwargs: dict[str, Any]) -> None:
             "fast_attention never makes the matrix of weights that output_attentions=True asks for, and returns None; "
             "load the model with attn_implementation='eager' to get it"
         )
-
-
-def _check_selected(
-    mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens | Latents
-) -> None:
-    shape = (query.shape[0], query.shape[2])
-    # Indices that were selected under a matrix may be those of keys that it hides.
-    is_unknown = isinstance(key, StoredTokens) or (isinstance(key, Latents) and key.are_stored)
-    if mask is None or (is_unknown and isinstance(mask, Tensor)) or tuple(indices.shape[:-1]) != shape:
-        raise UnsupportedError(
-            f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need an attention_mask, which is "
-            f"no matrix with a FastAttentionCache, and shape {shape} followed by the number of keys; load the model "
-            "with attn_implementation='eager', or use a DynamicCache"
-        )
-
-
-def _with_selected(mask: SequenceMask | Tensor, indices: Tensor, seqlen_k: int) -> Tensor:
-    """The mask with all keys hidden that were not selected, as models with an indexer make it for eager attention."""
-    mask = mask if isinstance(mask, Tensor) else mask.as_tensor()
-    columns = torch.where(indices < 0, seqlen_k, indices).long()
-    seen = indices.new_zeros((*indices.shape[:2], seqlen_k + 1), dtype=torch.bool).scatter(-1, columns, True)
-    seen = seen[:, None, :, :-1]
-    return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
-
-
-def _attend_to_selected(
-    query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask | Tensor, indices: Tensor, scaling: float | None,
-    softcap: float | None, sinks: Tensor | None, dropout: float,
-) -> Tensor:  # fmt: skip
-    """Attention to the selected keys alone, but for those that the mask hides.
-
-    With a matrix as their mask indexers fill up with such keys; with a SequenceMask they select none.
-    """
-    if dropout:
-        raise UnsupportedError("dropout is not served with indices; load the model with attn_implementation='eager'")
-    if isinstance(mask, Tensor):
-        hides = ~mask if mask.dtype is torch.bool else mask < 0.5 * torch.finfo(mask.dtype).min
-        hides = hides.expand(query.shape[0], 1, query.shape[2], key.shape[2])[:, 0]
-        indices = torch.where(hides.gather(-1, indices.clamp(min=0).long()), -1, indices)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return fast_attn_selected_func(q, k, v, indices, scaling, softcap=softcap or 0.0, sinks=sinks)
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> tuple[bool, Window]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -144,7 +145,7 @@ def layers(name: str, implementation: str, device: str, rounds: int) -> list[dic
     return found
 
 
-def _filled(config: Any, keys: int, device: str) -> DynamicCache:
+def _filled(config: Any, keys: int, device: str) -> Any:
     cache: Any = DynamicCache(config=config)
     for layer in range(config.num_hidden_layers):
         parts = (torch.randn(1, 1, keys, size, device=device, dtype=torch.bfloat16) for size in (RANK, ROPE))
@@ -155,7 +156,7 @@ def _filled(config: Any, keys: int, device: str) -> DynamicCache:
 
 
 @torch.inference_mode()
-def main(device: str = "cuda", rounds: int = 9, output: Any = RESULTS) -> None:
+def main(device: str = "cuda", rounds: int = 9, output: Path = RESULTS) -> None:
     """Measure this machine; write latents_gpu.json or latents_cpu.json into `output`."""
     dtypes = [torch.bfloat16] if device == "cuda" else [torch.bfloat16, torch.float32]
     figures: dict[str, Any] = {

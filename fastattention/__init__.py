@@ -6,6 +6,7 @@ A call passes through attention/interface.py (the public function), engine/opera
 attention/     public functions, validation, Problem and Inputs, operators, reference of attention
 linear/        the same of linear attention
 convolution/   the same of the short convolution in front of linear attention
+indexer/       the same of indexers, which choose the keys of each query
 engine/        what serves any operator: registry, plans, operators of torch, autograd, explanations
 backends/      kernels by device: cpu, cuda, ascend; sdpa and torch are fallbacks in operations of torch
 gpu_runtime/   compiles, loads and launches CUDA kernels
@@ -76,7 +77,7 @@ __all__ = [
 ]
 
 # Subpackages and modules that users import from; the others are internal.
-_PUBLIC_MODULES = ("convolution", "distributed", "integrations", "linear", "offload", "sparse")
+_PUBLIC_MODULES = ("convolution", "distributed", "indexer", "integrations", "linear", "offload", "sparse")
 
 
 def __dir__() -> list[str]:

@@ -57,7 +57,7 @@ def test_reference_documents_every_public_name() -> None:
     documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
     assert {f"fastattention.{name}" for name in fastattention.__all__} <= documented
     assert {f"fastattention.distributed.{name}" for name in exported("distributed/__init__.py")} <= documented
-    for package in ("linear", "convolution"):
+    for package in ("linear", "convolution", "indexer"):
         assert {f"fastattention.{package}.{name}" for name in exported(f"{package}/__init__.py")} <= documented
 
 

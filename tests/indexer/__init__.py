@@ -1,0 +1,1 @@
+"""The indexer: every backend against scores in float64."""

@@ -74,4 +74,4 @@ def fast_indexer_func(
         )
     given = IndexerInputs(q.flatten(0, 1), keys, weights.flatten(0, 1), None, *of_keys)
     options = read_options(topk, causal, batch[0])
-    return INDEXER, given, options, backend, lambda result: result.indices.view(*batch, -1)
+    return INDEXER, given, options, backend, lambda result: result.indices.view(*batch, options.topk)

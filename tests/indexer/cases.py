@@ -20,6 +20,7 @@ CASES = {
     "rows-without-keys": IndexerCase(batch_size=2, seqlen_q=9, seqlen_k=5, topk=2),
     "topk-of-all-keys": IndexerCase(seqlen_k=64, topk=64, causal=False),
     "topk-above-the-keys": IndexerCase(topk=100, headdim=72),
+    "no-head": IndexerCase(nheads=0),
     "no-column": IndexerCase(headdim=0),
     "more-heads-than-a-warp-has": IndexerCase(nheads=70, headdim=72),
     "used": IndexerCase(batch_size=3, seqlen_q=2, seqlens_k=(150, 0, 7), used=True, topk=5),

@@ -52,7 +52,7 @@ def index(problem: IndexerProblem, inputs: IndexerInputs) -> IndexerOutput:
 
 def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """(queries, seqlen_k) from q (queries, nheads, headdim)."""
-    products = (q.flatten(0, 1) @ keys.T).clamp_(min=0.0).view(*q.shape[:2], -1)
+    products = (q.flatten(0, 1) @ keys.T).clamp_(min=0.0).view(*q.shape[:2], len(keys))
     return (weights[:, None] @ products)[:, 0]
 
 

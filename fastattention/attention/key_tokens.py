@@ -39,6 +39,8 @@ class KeyTokens(NamedTuple):
             check_rank(name, spec_of(name, x), f"{'total_k' if cu_seqlens_k is not None else tokens}, {axes}")
         shape = next(iter(tensors.values())).shape
         rows, seqlen = (1, shape[0]) if cu_seqlens_k is not None else shape[:2]
+        if block_table is not None and seqlen < 1:
+            raise ArgumentError(f"keys must be ({tokens}, {axes}) with at least one token a page, got {tuple(shape)}")
         return cls(rows, seqlen, cu_seqlens_k, block_table, seqused_k)
 
     @property
@@ -58,6 +60,8 @@ class KeyTokens(NamedTuple):
     def check(self, q: TensorSpec, batch_size: int) -> None:
         """Checks shapes, dtypes and devices."""
         table, offsets = self.block_table, self.cu_seqlens
+        if batch_size < 0:
+            raise ArgumentError("cu_seqlens_q must be (batch_size + 1,), got no elements; an empty batch is [0]")
         if self.used is not None:
             check_index("seqused_k", spec_of("seqused_k", self.used), q, (batch_size,), "batch_size")
         if table is not None:

@@ -284,6 +284,19 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         },
         "cu_seqlens_q must end at the number of tokens, 6",
     ),
+    "offsets without elements": (
+        lambda a: {"q": a["q"].flatten(0, 1), "indices": a["indices"].flatten(0, 1), "cu_seqlens_q": int32()},
+        "cu_seqlens_q must be .*, got no elements",
+    ),
+    "pages without tokens": (
+        lambda a: {
+            "k": a["k"][:, :0],
+            "v": a["v"][:, :0],
+            "block_table": int32(0, 1).view(2, 1),
+            "seqused_k": int32(0, 0),
+        },
+        "with at least one token a page",
+    ),
     "offsets of keys that decrease": (
         lambda a: {"k": a["k"].flatten(0, 1), "v": a["v"].flatten(0, 1), "cu_seqlens_k": int32(0, 19, 18)},
         "cu_seqlens_k must not decrease",

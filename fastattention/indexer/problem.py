@@ -27,6 +27,7 @@ class IndexerProblem:
     dtype: torch.dtype  # of q and k
     device: torch.device
     weights_dtype: torch.dtype  # as given; backends get weights in float32
+    in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
     grads: tuple[str, ...] = ()  # indices have no gradients
 
     @property

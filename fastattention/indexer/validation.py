@@ -16,6 +16,7 @@ from fastattention.engine.checks import (
     check_like_q,
     check_rank,
     check_shape,
+    differentiation,
     last_axis_contiguous,
     read_flag,
     read_int,
@@ -69,9 +70,10 @@ def prepare(given: IndexerInputs, options: IndexerOptions) -> tuple[IndexerProbl
     tokens.check(q, batch_size)
     check_numbers(given, batch_size)
     paged = given.block_table is not None
+    in_transform = differentiation(q=given.q, k=given.k, weights=given.weights).in_transform
     problem = IndexerProblem(
         total_q, batch_size, seqlen_q, nheads, headdim, tokens.rows, tokens.seqlen, tokens.most, paged, options.topk,
-        options.causal, q.dtype, q.device, weights.dtype,
+        options.causal, q.dtype, q.device, weights.dtype, in_transform,
     )  # fmt: skip
     return problem, as_backends_read(given)
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from conformance.mapped import check_mapped
 from tiers import slow
-from torch import Tensor
+from torch import Tensor, func
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastattention import UnsupportedError
 from fastattention.indexer import fast_indexer_func
 from fastattention.indexer.operators import INDEXER
 from fastattention.testing.indexer import IndexerCase
@@ -104,6 +105,24 @@ def test_vmap_of_lengths_and_of_another_axis() -> None:
     k = torch.stack([given["k"], -given["k"]], dim=1)
     found = torch.vmap(lambda k: fast_indexer_func(**given | {"k": k}), in_dims=1, out_dims=1)(k)
     assert torch.equal(found, torch.stack([fast_indexer_func(**given | {"k": x}) for x in k.unbind(1)], dim=1))
+
+
+def test_transforms_follow_the_torch_backend() -> None:
+    given = arguments_of(CASES["rows"])
+    wanted = fast_indexer_func(**given)
+
+    def loss(q: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+        indices = fast_indexer_func(**given | {"q": q}, backend=backend)
+        return (q.sum() * indices.clamp(max=0).sum()), indices
+
+    grad, found = func.grad(loss, has_aux=True)(given["q"])
+    assert torch.equal(found, wanted)
+    assert torch.equal(grad, torch.zeros_like(grad))
+    with pytest.raises(UnsupportedError, match="follows operations of torch alone; use backend='torch'"):
+        func.grad(lambda q: loss(q, "cpu")[0])(given["q"])
+    found, tangent = func.jvp(lambda q: fast_indexer_func(**given | {"q": q}), (given["q"],), (given["q"],))
+    assert torch.equal(found, wanted)
+    assert not tangent.any()
 
 
 @every_case

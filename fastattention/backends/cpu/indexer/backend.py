@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.cpu.indexer.call import CpuIndexerCall
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.indexer.backend import IndexerBackend, Serve
@@ -18,10 +19,10 @@ class CpuIndexerBackend(IndexerBackend):
         return why_unavailable()
 
     def why_not(self, problem: IndexerProblem) -> str | None:
-        """Refuses other devices."""
+        """Refuses other devices, and transforms of functions."""
         if problem.device.type != "cpu":
             return f"tensors are on {problem.device}; the cpu backend takes tensors in host memory"
-        return None
+        return why_not_in_transform("torch") if problem.in_transform else None
 
     def how(self, problem: IndexerProblem) -> str:
         """The instruction set."""

@@ -9,6 +9,7 @@ import torch
 
 from fastattention import environment
 from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.cuda.indexer.call import IndexerCall
 from fastattention.backends.cuda.indexer.config import HEADDIMS, MOST_HEADS
 from fastattention.gpu_runtime import device, module
@@ -28,9 +29,11 @@ class CudaIndexerBackend(IndexerBackend):
         return device.why_unavailable()
 
     def why_not(self, problem: IndexerProblem) -> str | None:
-        """Refuses float32, wide heads, and more heads than a warp has registers for."""
+        """Refuses float32, wide heads, more heads than a warp has registers for, and transforms of functions."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
+        if problem.in_transform:
+            return why_not_in_transform("torch")
         if problem.dtype is torch.float32:
             return "float32 is not served; use float16, bfloat16 or backend='torch'"
         if not 1 <= problem.headdim <= HEADDIMS[-1]:

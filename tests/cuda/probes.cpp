@@ -150,6 +150,42 @@ void read_then_copy(const Arguments& p) {
     if (thread_index() == p.second) copy_async_128(shared_memory(), p.in, true);
 }
 
+// All threads add their index to a word, and those from `first` on -1 to the next one. out: both, which thread `second` reads.
+void add_then_read(const Arguments& p) {
+    fill_shared();
+    add_shared_32(shared_memory(), thread_index());
+    if (thread_index() >= p.first) add_shared_32(shared_memory() + 4, -1);
+    wait_at(p.barrier);
+    if (thread_index() != p.second) return;
+    for (int i = 0; i < 2; ++i) static_cast<uint32_t*>(p.out)[i] = load_shared_32(shared_memory() + i * 4);
+}
+void read_then_add(const Arguments& p) {
+    fill_shared();
+    if (thread_index() == p.first) load_shared_32(shared_memory());
+    wait_at(p.barrier);
+    if (thread_index() == p.second) add_shared_32(shared_memory(), 1);
+}
+void write_then_add(const Arguments& p) {
+    fill_shared();
+    if (thread_index() == p.first) store_shared_32(shared_memory(), 1);
+    wait_at(p.barrier);
+    if (thread_index() == p.second) add_shared_32(shared_memory(), 1);
+}
+void add_then_write(const Arguments& p) {
+    fill_shared();
+    if (thread_index() == p.first) add_shared_32(shared_memory(), 1);
+    wait_at(p.barrier);
+    if (thread_index() == p.second) store_shared_32(shared_memory(), 1);
+}
+void copy_then_add(const Arguments& p) {
+    fill_shared();
+    if (thread_index() == p.first) copy_async_128(shared_memory(), p.in, true);
+    copy_async_commit();
+    copy_async_wait<0>();
+    wait_at(p.barrier);
+    if (thread_index() == p.second) add_shared_32(shared_memory(), 1);
+}
+
 // Commits two groups and waits for the first one only.
 void two_copies(const Arguments& p) {
     if (thread_index() >= 32) return;
@@ -178,6 +214,13 @@ void copy_without_commit(const Arguments& p) {
     load_shared_32(shared_memory() + thread_index() * 16);
 }
 void read_unwritten(const Arguments&) { load_shared_32(shared_memory() + 64); }
+void add_to_unwritten(const Arguments&) { add_shared_32(shared_memory() + 64, 1); }
+void add_to_a_copy(const Arguments& p) {
+    fill_shared();
+    copy_async_128(shared_memory() + thread_index() * 16, p.in, true);
+    add_shared_32(shared_memory() + thread_index() * 16, 1);
+}
+void add_past_the_end(const Arguments&) { add_shared_32(shared_memory() + kSharedBytes, 1); }
 void past_the_end(const Arguments&) { store_shared_32(shared_memory() + kSharedBytes, 0); }
 void before_the_beginning(const Arguments&) { store_shared_32(shared_memory() - 4, 0); }
 void misaligned(const Arguments&) { store_shared_128(shared_memory() + 8, Words4{}); }
@@ -274,10 +317,18 @@ PROBE(probe_write_then_write, write_then_write)
 PROBE(probe_all_read_then_one_writes, all_read_then_one_writes)
 PROBE(probe_copy_then_read, copy_then_read)
 PROBE(probe_read_then_copy, read_then_copy)
+PROBE(probe_add_then_read, add_then_read)
+PROBE(probe_read_then_add, read_then_add)
+PROBE(probe_write_then_add, write_then_add)
+PROBE(probe_add_then_write, add_then_write)
+PROBE(probe_copy_then_add, copy_then_add)
 PROBE(probe_two_copies, two_copies)
 PROBE(probe_copy_without_wait, copy_without_wait)
 PROBE(probe_copy_without_commit, copy_without_commit)
 PROBE(probe_read_unwritten, read_unwritten)
+PROBE(probe_add_to_unwritten, add_to_unwritten)
+PROBE(probe_add_to_a_copy, add_to_a_copy)
+PROBE(probe_add_past_the_end, add_past_the_end)
 PROBE(probe_past_the_end, past_the_end)
 PROBE(probe_before_the_beginning, before_the_beginning)
 PROBE(probe_misaligned, misaligned)

@@ -159,6 +159,7 @@ def test_every_float16_widens_exactly() -> None:
 # --- detectors ---
 
 RACES = ["write_then_read", "read_then_write", "write_then_write", "copy_then_read", "read_then_copy"]
+RACES += ["read_then_add", "write_then_add", "copy_then_add"]
 
 
 @pytest.mark.parametrize("name", RACES)
@@ -181,6 +182,23 @@ def test_a_barrier_prevents_a_race(name: str, first: int, second: int, barrier: 
     probe(name, first=first, second=second, barrier=barrier)
 
 
+@pytest.mark.parametrize("name", ["add_then_read", "add_then_write"])
+@pytest.mark.parametrize(("first", "second"), [(3, 7), (3, 40), (40, 3)])
+def test_a_barrier_of_the_cta_ends_what_threads_add(name: str, first: int, second: int) -> None:
+    for barrier in (NONE, WARP):
+        with pytest.raises(EmulatorError, match=r"at 1024, .* since their last barrier"):
+            probe(name, first=first, second=second, barrier=barrier)
+    probe(name, first=first, second=second, barrier=CTA)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_threads_may_add_to_one_word(seed: int) -> None:
+    out = aligned(np.zeros(2, np.int32))
+    with emulator.shuffled(seed):
+        probe("add_then_read", target=out, first=20, second=40, barrier=CTA)
+    assert out.tolist() == [sum(range(64)), -44]
+
+
 @pytest.mark.parametrize("writer", [0, 31, 63])
 def test_a_race_with_one_of_many_readers_is_found(writer: int) -> None:
     for barrier in (NONE, WARP):
@@ -193,6 +211,9 @@ FAULTS = {
     "copy_without_wait": r"thread (\d+) reads shared memory at \d+ under an asynchronous copy that thread \1 has not",
     "copy_without_commit": "thread 0 reads shared memory at 1024 under an asynchronous copy",
     "read_unwritten": "thread 0 reads shared memory at 1088, which nobody wrote",
+    "add_to_unwritten": "thread 0 adds to shared memory at 1088, which nobody wrote",
+    "add_to_a_copy": r"thread (\d+) adds to shared memory at \d+ under an asynchronous copy that thread \1 has not",
+    "add_past_the_end": r"thread 0 adds to 4 bytes of shared memory at 9216, outside of 1024 \.\.\. 9215",
     "past_the_end": r"thread 0 writes 4 bytes of shared memory at 9216, outside of 1024 \.\.\. 9215",
     "before_the_beginning": "thread 0 writes 4 bytes of shared memory at 1020, outside",
     "misaligned": "thread 0 writes 16 bytes of shared memory at 1032, which is not a multiple of 16",

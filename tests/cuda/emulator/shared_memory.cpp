@@ -93,6 +93,8 @@ void check_written_before(const Thread& thread, const Event& written, const Even
     if (is_before(written, now)) return;
     if (written.thread == kBulkCopy)
         fail(thread, "%s shared memory at %u, where it has not waited for a bulk copy", does, address);
+    if (written.thread == kAdders)
+        fail(thread, "%s shared memory at %u, to which threads have added since their last barrier", does, address);
     fail(thread, "%s shared memory at %u, which thread %d wrote since their last barrier", does, address, written.thread);
 }
 

@@ -7,12 +7,15 @@ from dataclasses import replace
 import emulator
 import pytest
 import torch
+from emulated_indexer import EmulatedIndexer
 from emulator import EmulatedCudaBackend, Wavefronts
+from indexer.check import run
 from tiers import sampled
 
 from fastattention.attention.problem import Inputs, OutputGradients, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.quantized import quantize
+from fastattention.testing.indexer import IndexerCase
 
 CAPACITY = 1024  # tokens of a cache
 KINDS = ("loads", "stores", "matrices", "copies")
@@ -129,4 +132,20 @@ def test_nor_has_it_with_a_quantized_cache(cache: torch.dtype, headdim: int) -> 
     """Few rows have their queries in registers. Queries of more rows are read with conflicts, two lanes a bank."""
     backend = emulator.EmulatedSm80()
     less, more = (of_decode(backend, headdim, 16, seqlen_k, cache) for seqlen_k in (CAPACITY // 2, CAPACITY))
+    assert_main_loop_has_no_conflicts(less, more)
+
+
+def of_indexer(chip: str, headdim: int, seqlen_q: int, seqlen_k: int) -> Counts:
+    """Wavefronts of the kernel that scores keys, by CTAs that have all keys of their queries."""
+    backend = EmulatedIndexer(chip, num_sms=0)
+    run(backend, IndexerCase(seqlen_q=seqlen_q, seqlen_k=seqlen_k, headdim=headdim, nheads=64).arguments(torch.float16))
+    return {kind: getattr(backend.reports[0], kind) for kind in KINDS}
+
+
+@sampled
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 4, 8])
+@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100"])
+def test_nor_has_that_of_an_indexer(chip: str, seqlen_q: int, headdim: int) -> None:
+    less, more = (of_indexer(chip, headdim, seqlen_q, seqlen_k) for seqlen_k in (512, 1024))
     assert_main_loop_has_no_conflicts(less, more)

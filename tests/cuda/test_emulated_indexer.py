@@ -96,6 +96,17 @@ def test_results_do_not_depend_on_the_order_of_ctas_and_warps(case: IndexerCase,
             assert torch.equal(run(EmulatedIndexer(chip), case.arguments(torch.float16))[2], wanted)
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all-keys"])
+@pytest.mark.parametrize("chip", PATHS)
+def test_queries_after_the_last_sequence_see_no_keys(monkeypatch: pytest.MonkeyPatch, chip: str, causal: bool) -> None:
+    """As in CUDA graphs of batches that vary. A GPU does not check offsets, and must not read beyond its scores."""
+    monkeypatch.setattr("fastattention.indexer.validation.are_checked", lambda tensor: False)
+    case = IndexerCase(seqlens_q=(1, 299), seqlens_k=(128, 128), keys="varlen", nheads=2, causal=causal, ties=True)
+    arguments = case.arguments(torch.float16)
+    arguments["cu_seqlens_q"][2] = 3
+    check_exact(EmulatedIndexer(chip), arguments)
+
+
 def test_nothing_is_launched_for_nothing() -> None:
     backend = EmulatedIndexer("A100")
     for name in ("no-query", "no-sequence", "varlen-all-empty", "varlen-nothing"):

@@ -19,10 +19,11 @@ public:
     FA_DEVICE int index() const { return index_; }
     FA_DEVICE int end_row() const { return end_row_; }
     FA_DEVICE bool has(int row) const { return first_row_ <= row && row < end_row_; }
-    // The keys that a row sees are the first ones.
+    // The keys that a row sees are the first ones. Rows after the last sequence, as in CUDA graphs of batches that vary,
+    // see none.
     FA_DEVICE int seen_by(int row) const {
-        const int seen = causal_ ? length_ - (end_row_ - 1 - row) : length_;
-        return seen < 0 ? 0 : seen;
+        const int later = end_row_ - 1 - row, seen = causal_ ? length_ - later : length_;
+        return later < 0 || seen < 0 ? 0 : seen;
     }
 
 private:

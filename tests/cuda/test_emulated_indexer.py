@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulated_indexer import EmulatedIndexer
 from indexer.cases import CASES
-from indexer.check import check, check_exact, check_special_scores, run
+from indexer.check import check, check_exact, check_special_scores, check_zeros, run
 from tiers import covering, sampled, tier_of
 
 from fastattention.backends.cuda.indexer import heuristics
@@ -56,8 +56,10 @@ def test_of_equal_scores_the_first_keys_win(case: IndexerCase, chip: str, parts:
 
 
 @pytest.mark.parametrize("chip", PATHS)
-def test_nan_is_the_greatest_score(chip: str) -> None:
+def test_nan_is_the_greatest_score_and_zeros_are_equal(chip: str) -> None:
     check_special_scores(EmulatedIndexer(chip), torch.float16)
+    for nheads in (3, 16):
+        check_zeros(EmulatedIndexer(chip), torch.float16, nheads)
 
 
 @pytest.mark.parametrize(("narrow_keys", "num_warps"), [(1 << 14, 8), (0, 32)], ids=["narrow", "wide"])

@@ -198,7 +198,8 @@ private:
             for (int i = 0; i < Arch::kElements; i += 2) {
                 if (Arch::row_of_element(i) != 0) continue;
                 const int c = Arch::column_of_element(i);
-                store_global_64(to + Arch::score_column(n, i), {as_bits(sums[c]), as_bits(sums[c + 1])});
+                // A sum that underflows may be -0, and + 0.0f makes it 0.
+                store_global_64(to + Arch::score_column(n, i), {as_bits(sums[c] + 0.0f), as_bits(sums[c + 1] + 0.0f)});
             }
         }
     }

@@ -44,7 +44,7 @@ private:
     FA_DEVICE Words4 read(int first) const { return load_written_128(scores_ + first, first < seen_); }
 
     // Integers whose order is that of scores. Those behind the last key are 0, which no score has. NaN, which comes without a
-    // sign, is the greatest; sums that begin with 0 are never -0.
+    // sign, is the greatest; no score is -0.
     FA_DEVICE void rank(Words4& scores, int first) const {
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {

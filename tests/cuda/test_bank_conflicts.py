@@ -14,6 +14,7 @@ from tiers import sampled
 
 from fastattention.attention.problem import Inputs, OutputGradients, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.backends.cuda.indexer import heuristics
 from fastattention.quantized import quantize
 from fastattention.testing.indexer import IndexerCase
 
@@ -135,11 +136,11 @@ def test_nor_has_it_with_a_quantized_cache(cache: torch.dtype, headdim: int) -> 
     assert_main_loop_has_no_conflicts(less, more)
 
 
-def of_indexer(chip: str, headdim: int, seqlen_q: int, seqlen_k: int) -> Counts:
-    """Wavefronts of the kernel that scores keys, by CTAs that have all keys of their queries."""
+def of_indexer(chip: str, headdim: int, seqlen_q: int, seqlen_k: int, kernel: int = 0) -> Counts:
+    """Wavefronts of the kernel that scores keys, or of the one that chooses them, with all keys of a query in a CTA."""
     backend = EmulatedIndexer(chip, num_sms=0)
     run(backend, IndexerCase(seqlen_q=seqlen_q, seqlen_k=seqlen_k, headdim=headdim, nheads=64).arguments(torch.float16))
-    return {kind: getattr(backend.reports[0], kind) for kind in KINDS}
+    return {kind: getattr(backend.reports[kernel], kind) for kind in KINDS}
 
 
 @sampled
@@ -149,3 +150,10 @@ def of_indexer(chip: str, headdim: int, seqlen_q: int, seqlen_k: int) -> Counts:
 def test_nor_has_that_of_an_indexer(chip: str, seqlen_q: int, headdim: int) -> None:
     less, more = (of_indexer(chip, headdim, seqlen_q, seqlen_k) for seqlen_k in (512, 1024))
     assert_main_loop_has_no_conflicts(less, more)
+
+
+@pytest.mark.parametrize("narrow_keys", [1 << 14, 0], ids=["narrow", "wide"])
+def test_nor_has_the_choice_of_its_keys(monkeypatch: pytest.MonkeyPatch, narrow_keys: int) -> None:
+    monkeypatch.setattr(heuristics, "_NARROW_KEYS", narrow_keys)
+    loads = of_indexer("A100", 64, 1, 1024, kernel=1)["loads"]
+    assert loads.counted == loads.ideal > 0

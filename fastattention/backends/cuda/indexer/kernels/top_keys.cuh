@@ -75,30 +75,28 @@ private:
             }
         }
         cta_barrier();
-        // Bins come from the highest to the lowest.
-        int counts[kBinsOfThread], sum = 0;
+        // Bins of threads go from the highest to the lowest. Eight lanes begin with different ones modulo 8, to read all banks.
+        int bin = kBins - 1 - thread_index() * kBinsOfThread, sum = 0;
 #pragma unroll
-        for (int i = 0; i < kBinsOfThread; ++i) {
-            const int bin = kBins - 1 - (thread_index() * kBinsOfThread + i);
-            counts[i] = 0;
-#pragma unroll
-            for (int copy = 0; copy < kCopies; ++copy)
-                counts[i] += static_cast<int>(load_shared_32(at_ + (bin * kCopies + copy) * 4));
-            sum += counts[i];
-        }
+        for (int i = 0; i < kBinsOfThread; ++i)
+            sum += count_of(bin - (thread_index() * kBinsOfThread / 8 + i) % kBinsOfThread);
         int above = sum_before(sum);
-#pragma unroll
-        for (int i = 0; i < kBinsOfThread; ++i) {
-            if (above < ties_ && ties_ <= above + counts[i]) {
-                store_shared_32(at_ + kFoundAt, kBins - 1 - (thread_index() * kBinsOfThread + i));
-                store_shared_32(at_ + kFoundAt + 4, static_cast<uint32_t>(ties_ - above));
-            }
-            above += counts[i];
+        if (above < ties_ && ties_ <= above + sum) {
+            for (int count = count_of(bin); above + count < ties_; count = count_of(--bin)) above += count;
+            store_shared_32(at_ + kFoundAt, static_cast<uint32_t>(bin));
+            store_shared_32(at_ + kFoundAt + 4, static_cast<uint32_t>(ties_ - above));
         }
         cta_barrier();
         rank_ |= load_shared_32(at_ + kFoundAt) << shift;
         ties_ = static_cast<int>(load_shared_32(at_ + kFoundAt + 4));
         cta_barrier();
+    }
+
+    // How many ranks are in a bin.
+    FA_DEVICE int count_of(int bin) const {
+        static_assert(kCopies == 4, "a load has all copies");
+        const Words4 copies = load_shared_128(at_ + bin * (kCopies * 4));
+        return static_cast<int>(copies.word[0] + copies.word[1] + copies.word[2] + copies.word[3]);
     }
 
     // The sum over all threads before this one. All threads call it, and have passed a barrier since the last time.

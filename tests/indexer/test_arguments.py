@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "k-device": ({"k": K.to("meta")}, r"k is on meta and q on cpu; they must be on the same device"),
     "k-headdim": ({"k": K[..., 1:]}, r"k must have the headdim of q, 8, got 7"),
     "k-batch": ({"k": K[:1]}, r"keys are those of 1 sequences, and queries of 2"),
+    "k-more-batches": ({"k": K.repeat(2, 1, 1)}, r"keys are those of 4 sequences, and queries of 2"),
     "k-batch-varlen": (VARLEN | {"k": K[:1]}, r"keys are those of 1 sequences, and queries of 2"),
     "weights-no-tensor": ({"weights": 1.0}, r"weights must be a torch.Tensor, got float"),
     "weights-of-heads": ({"weights": WEIGHTS[0, 0]}, r"weights must be .* = \(2, 3, 4\), got \(4,\)"),

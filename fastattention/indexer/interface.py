@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattention.attention.key_tokens import KeyTokens
 from fastattention.engine.checks import check_rank, spec_of
+from fastattention.engine.kinds import check_readable
 from fastattention.engine.operator import serves_requests
 from fastattention.errors import ArgumentError
 from fastattention.indexer.operators import INDEXER
@@ -60,18 +61,22 @@ def fast_indexer_func(
     these three are up to torch_npu's operator. There are no gradients. Raises ArgumentError for wrong arguments,
     UnsupportedError when the backend named cannot serve the call.
     """
-    tokens = KeyTokens.of({"k": k}, "headdim", cu_seqlens_k, block_table, seqused_k)
-    keys = k if cu_seqlens_k is None else k[None]
-    of_keys = cu_seqlens_k, tokens.used, block_table
-    if cu_seqlens_q is not None:
-        given = IndexerInputs(q, keys, weights, cu_seqlens_q, *of_keys)
-        return INDEXER, given, read_options(topk, causal), backend, lambda result: result.indices
-    check_rank("q", spec_of("q", q), "batch_size, seqlen_q, nheads, headdim")
-    batch = q.shape[:2]
-    if spec_of("weights", weights).shape != q.shape[:3]:
-        raise ArgumentError(
-            f"weights must be (batch_size, seqlen_q, nheads) = {tuple(q.shape[:3])}, got {tuple(weights.shape)}"
-        )
-    given = IndexerInputs(q.flatten(0, 1), keys, weights.flatten(0, 1), None, *of_keys)
+    try:
+        tokens = KeyTokens.of({"k": k}, "headdim", cu_seqlens_k, block_table, seqused_k)
+        keys = k if cu_seqlens_k is None else k[None]
+        of_keys = cu_seqlens_k, tokens.used, block_table
+        if cu_seqlens_q is not None:
+            given = IndexerInputs(q, keys, weights, cu_seqlens_q, *of_keys)
+            return INDEXER, given, read_options(topk, causal), backend, lambda result: result.indices
+        check_rank("q", spec_of("q", q), "batch_size, seqlen_q, nheads, headdim")
+        batch = q.shape[:2]
+        if spec_of("weights", weights).shape != q.shape[:3]:
+            raise ArgumentError(
+                f"weights must be (batch_size, seqlen_q, nheads) = {tuple(q.shape[:3])}, got {tuple(weights.shape)}"
+            )
+        given = IndexerInputs(q.flatten(0, 1), keys, weights.flatten(0, 1), None, *of_keys)
+    except RuntimeError:
+        check_readable({"q": q, "k": k, "weights": weights})
+        raise
     options = read_options(topk, causal, batch[0])
     return INDEXER, given, options, backend, lambda result: result.indices.view(*batch, options.topk)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fastattention.engine.kinds import check_readable
 from fastattention.engine.operator import Operator
 from fastattention.indexer.backend import INDEXER_BACKENDS, IndexerBackend
 from fastattention.indexer.problem import IndexerInputs, IndexerOutput, IndexerProblem
@@ -28,7 +29,11 @@ class Indexer(Operator[IndexerInputs, IndexerOptions, IndexerProblem, IndexerInp
     asked_by: ClassVar[Mapping[str, str]] = {}
 
     def prepare(self, given: IndexerInputs, options: IndexerOptions) -> tuple[IndexerProblem, IndexerInputs]:
-        return prepare(given, options)
+        try:
+            return prepare(given, options)
+        except (RuntimeError, TypeError):
+            check_readable(given._asdict())
+            raise
 
     def as_read(self, problem: IndexerProblem, inputs: IndexerInputs, names: Sequence[str]) -> IndexerInputs:
         return as_backends_read(inputs)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from unit.samples import int32
 
 from fastattention import ArgumentError, UnsupportedError, explain
@@ -102,6 +103,24 @@ def test_values_are_checked_in_every_call(first: dict[str, Any], wrong: dict[str
     fast_indexer_func(**CALL | first)
     with pytest.raises(ArgumentError, match=message):
         fast_indexer_func(**CALL | first | wrong)
+
+
+@pytest.mark.parametrize("call", [{}, VARLEN | VARLEN_KEYS, PAGES], ids=["rows", "varlen", "pages"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_kernels_cannot_read_is_named(call: dict[str, Any]) -> None:
+    given = CALL | call
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        without_memory = tensor.clone()
+        without_memory.untyped_storage().resize_(0)
+        for wrong, says in (
+            (tensor.to_sparse(), f"{name} has layout torch.sparse_coo"),
+            (torch.nested.nested_tensor([tensor]), f"{name} is a nested tensor"),
+            (without_memory, f"{name} has {tensor.numel()} elements and no memory"),
+        ):
+            with pytest.raises(ArgumentError, match=says):
+                fast_indexer_func(**given | {name: wrong})
 
 
 def test_explain_lists_backends_with_reasons() -> None:

@@ -23,7 +23,7 @@ PAGES = (
     ("[int8 products](int8-products.md)", "what products of queries and keys in int8 lose", ("int8_errors",)),
     ("[Block masks](block-sparse.md)", "times by density, and what patterns lose",
      ("block_sparse_cpu", "block_sparse_gpu")),
-    ("[Latent attention](latents.md)", "indexers, selected latents, DeepSeek's layers",
+    ("[Latent attention](latents.md)", "indexers, selected latents, layers of DeepSeek",
      ("latents_cpu", "latents_gpu")),
     ("[Linear attention](linear.md)", "GLA, gated delta rules and Mamba-2", ("linear_cpu", "linear_gpu")),
 )  # fmt: skip

@@ -26,8 +26,10 @@ from fastattention.integrations.transformers.masks import (
 )
 from fastattention.integrations.transformers.selected import (
     attend_to_blocks,
+    attend_to_gathered,
     attend_to_selected,
     check_selected,
+    selects_few,
     with_selected,
 )
 from fastattention.integrations.transformers.stored import StoredTokens
@@ -92,11 +94,14 @@ def fast_attention_forward(
         if key.is_expanded_for(query, None if indices is None else indices.shape[-1]):
             key, value = key.expanded()
         else:
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            if indices is not None and selects_few(key, attention_mask, indices) and not dropout:
+                gathered = attend_to_gathered(key, key.absorbed(query), indices, scaling, softcap, s_aux)
+                return key.projected(gathered), None
             k, v = key.keys_and_values()
             out, _ = fast_attention_forward(
-                module, key.absorbed(query), k, v, attention_mask, dropout,
-                query.shape[-1] ** -0.5 if scaling is None else scaling, is_causal, sliding_window, softcap, s_aux,
-                position_bias, indices, functions=functions, **kwargs,
+                module, key.absorbed(query), k, v, attention_mask, dropout, scaling, is_causal, sliding_window, softcap,
+                s_aux, position_bias, indices, functions=functions, **kwargs,
             )  # fmt: skip
             return key.projected(out), None
     if indices is not None and not isinstance(key, StoredTokens):

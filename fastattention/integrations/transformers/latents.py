@@ -42,7 +42,7 @@ class Latents:
     def shape(self) -> tuple[int, int, int, int]:
         """The shape of expanded keys: (batch_size, nheads, seqlen_k, headdim)."""
         batch_size, _, seqlen_k, width = self._rotated.shape
-        rope = width - self._rank if isinstance(self._rotated, StoredTokens) else width
+        rope = width - self.rank if isinstance(self._rotated, StoredTokens) else width
         return batch_size, self.nheads, seqlen_k, self._headdim_nope + rope
 
     @property
@@ -51,7 +51,8 @@ class Latents:
         return isinstance(self._kv, StoredTokens)
 
     @property
-    def _rank(self) -> int:
+    def rank(self) -> int:
+        """Elements of a latent that are its value."""
         return self._weight.shape[1]
 
     def is_expanded_for(self, query: Tensor, topk: int | None) -> bool:
@@ -68,7 +69,7 @@ class Latents:
             return True
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             return True
-        seqlen_q, (_, _, seqlen_k, headdim), rank = query.shape[2], self.shape, self._rank
+        seqlen_q, (_, _, seqlen_k, headdim), rank = query.shape[2], self.shape, self.rank
         projections = rank * (self._headdim_nope + self._headdim_v)
         pairs = seqlen_q * (seqlen_k - seqlen_q / 2)
         expanded = seqlen_k * projections + pairs * (headdim + self._headdim_v)
@@ -88,13 +89,22 @@ class Latents:
         assert isinstance(self._rotated, Tensor)
         return joined(self._kv, self._rotated)
 
+    def gathered(self, indices: Tensor) -> Tensor:
+        """The latents at `indices`, (batch_size, seqlen_q, topk): (..., rank + rope); any for -1."""
+        assert isinstance(self._kv, Tensor)
+        assert isinstance(self._rotated, Tensor)
+        batch_size, _, seqlen_k, _ = self._kv.shape
+        first = torch.arange(batch_size, device=indices.device).view(-1, 1, 1) * seqlen_k
+        rows = first + indices.clamp(min=0)
+        return torch.cat([part.reshape(-1, part.shape[-1])[rows] for part in (self._kv, self._rotated)], dim=-1)
+
     def projected(self, out: Tensor) -> Tensor:
         """The result of all heads, (batch_size, seqlen_q, nheads, headdim_v), from that over latents."""
         of_values = self._projections()[:, self._headdim_nope :].transpose(1, 2)
         return (out.transpose(1, 2) @ of_values).transpose(1, 2).contiguous()
 
     def _projections(self) -> Tensor:
-        return self._weight.view(self.nheads, -1, self._rank)
+        return self._weight.view(self.nheads, -1, self.rank)
 
 
 def joined(kv: Tensor, rotated: Tensor) -> Expanded:

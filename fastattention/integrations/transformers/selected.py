@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattention.attention.interface import fast_attn_with_kvcache
 from fastattention.attention.selected import fast_attn_selected_func
 from fastattention.engine.checks import needs_grad
 from fastattention.errors import UnsupportedError
@@ -60,6 +61,28 @@ def attend_to_selected(
         indices = torch.where(hides.gather(-1, indices.clamp(min=0).long()), -1, indices)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return fast_attn_selected_func(q, k, v, indices, scaling, softcap=softcap or 0.0, sinks=sinks)
+
+
+def selects_few(latents: Latents, mask: SequenceMask | Tensor | None, indices: Tensor) -> bool:
+    """Whether gathering the selected latents copies less than joining the two parts of all of them.
+
+    Indices that were selected under a matrix may have -1, or keys that it hides, anywhere.
+    """
+    batch_size, _, seqlen_k, _ = latents.shape
+    return isinstance(mask, SequenceMask) and not latents.are_stored and indices.numel() <= batch_size * seqlen_k
+
+
+def attend_to_gathered(
+    latents: Latents, query: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """`attend_to_selected` for a few absorbed queries whose indices come before any -1: no other latents are read."""
+    keys = latents.gathered(indices).flatten(0, 1).unsqueeze(2)
+    q = query.transpose(1, 2)
+    out = fast_attn_with_kvcache(
+        q.flatten(0, 1)[:, None], keys, keys[..., : latents.rank], softmax_scale=scaling, softcap=softcap or 0.0,
+        cache_seqlens=(indices >= 0).sum(-1, dtype=torch.int32).flatten(), sinks=sinks,
+    )  # fmt: skip
+    return out.view(*q.shape[:-1], -1)
 
 
 def attend_to_blocks(

@@ -48,7 +48,7 @@ CASES = {
     "cpu": [(1, 1, 16384), (1, 1, 65536), (1, 16, 65536), (1, 256, 8192)],
 }  # fmt: skip
 LAYERS = {"cuda": 2, "cpu": 1}
-KEYS = {"cuda": dict.fromkeys((NAME, "sdpa", "eager"), (8192, 65536, 131072))}
+KEYS: dict[str, dict[str, tuple[int, ...]]] = {"cuda": dict.fromkeys((NAME, "sdpa", "eager"), (8192, 65536, 131072))}
 KEYS["cpu"] = {NAME: (16384, 65536), "sdpa": (16384,), "eager": (16384,)}  # others do not fit 24 GB
 MODELS = {"DeepSeek V3": DeepseekV3Config, "DeepSeek V3.2": DeepseekV32Config}
 CALLS = {"cuda": 5, "cpu": 1}

@@ -35,7 +35,8 @@ def scores_of_queries(
             products = (inputs.q[row].to(dtype) @ keys.to(dtype).T).clamp(min=0.0)
             scores = (inputs.weights[row].to(dtype)[:, None] * products).sum(dim=0)
             seen = max(len(keys) - (rows[-1] - row), 0) if problem.causal else len(keys)
-            yield row, scores[:seen]
+            # Sorts of torch on GPUs look at the sign of NaN.
+            yield row, scores[:seen].masked_fill(scores[:seen].isnan(), torch.nan)
 
 
 def sequences(problem: IndexerProblem, inputs: IndexerInputs) -> Iterator[tuple[range, Tensor]]:

@@ -141,7 +141,7 @@ def test_a_refusal_says_what_to_use(changes: dict[str, int], dtype: torch.dtype,
 def problem_of(batch_size: int, seqlen_q: int, seqlen_k: int, nheads: int = 64, headdim: int = 128) -> IndexerProblem:
     return IndexerProblem(
         batch_size * seqlen_q, batch_size, seqlen_q, nheads, headdim, batch_size, seqlen_k, seqlen_k, False, 2048, True,
-        torch.bfloat16, torch.device("cuda"),
+        torch.bfloat16, torch.device("cuda"), torch.float32,
     )  # fmt: skip
 
 

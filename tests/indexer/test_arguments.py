@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "table-dtype": (PAGES | {"block_table": torch.zeros(2, 3)}, r"block_table must be int32, got torch.float32"),
     "table-page": (PAGES | {"seqused_k": int32(9, 3)}, r"block_table names page -1 for .*; the cache has pages 0 to 5"),
     "table-page-beyond": (PAGES | {"block_table": int32([0, 6, 0], [3, 0, 0])}, r"block_table names page 6 for seq"),
-    "backend": ({"backend": "gpu"}, r"backend='gpu' is not known; choose 'auto' or one of 'cuda', 'cpu', 'torch'"),
+    "backend": ({"backend": "gpu"}, r"backend='gpu' is not known; choose 'auto' or one of 'cuda', 'ascend', 'cpu'"),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastattention import environment
 from fastattention.backends.ascend.chips import find_chip
 from fastattention.backends.ascend.device import cann_major, device_name, why_no_npu
+from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.errors import ArgumentError
 from fastattention.indexer.backend import IndexerBackend, Serve
 from fastattention.indexer.problem import IndexerInputs, IndexerProblem
@@ -25,6 +26,8 @@ class AscendIndexerBackend(IndexerBackend):
 
         if problem.device.type != "npu":
             return f"tensors are on {problem.device}; the ascend backend takes tensors on npu"
+        if problem.in_transform:
+            return why_not_in_transform("torch")
         if "vendor" not in environment.ascend_kernels():
             return "FASTATTENTION_ASCEND allows no operators of torch_npu, and we have no other indexer for NPUs"
         try:

@@ -53,7 +53,8 @@ def index(problem: IndexerProblem, inputs: IndexerInputs) -> IndexerOutput:
 def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """(queries, seqlen_k) from q (queries, nheads, headdim)."""
     products = (q.flatten(0, 1) @ keys.T).clamp_(min=0.0).view(*q.shape[:2], len(keys))
-    return (weights[:, None] @ products)[:, 0]
+    scores = (weights[:, None] @ products)[:, 0]
+    return scores.masked_fill_(scores.isnan(), torch.nan)  # sorts of torch on GPUs look at the sign of NaN
 
 
 def _write_best(indices: Tensor, scores: Tensor, hidden: Tensor) -> None:

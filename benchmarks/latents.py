@@ -121,9 +121,8 @@ def layers(name: str, implementation: str, device: str, rounds: int) -> list[dic
         max_position_embeddings=1 << 18,
     )  # fmt: skip
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=implementation, dtype=torch.bfloat16
-        ).eval()
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation=implementation, dtype=torch.bfloat16).eval()
     found = []
     for keys in KEYS[device][implementation]:
         cache = _filled(config, keys, device)

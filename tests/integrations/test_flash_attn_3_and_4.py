@@ -21,6 +21,7 @@ from fastattention import (
 )
 from fastattention.integrations import flash_attn as drop_in
 from fastattention.integrations.flash_attn import flash3, flash4
+from fastattention.integrations.flash_attn.arguments import with_values_in_keys
 
 DESCALES = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
 HINTS = {"num_splits": 1, "pack_gqa": None, "deterministic": False, "sm_margin": 0, "return_attn_probs": False}
@@ -193,6 +194,82 @@ def test_flash4_latents_meet_qv_alone() -> None:
     assert_same(given, (out, lse.transpose(1, 2)))
 
 
+def test_qv_reads_values_and_keys_that_are_parts_of_one_tensor_without_a_copy() -> None:
+    """As vLLM hands over pages of latents: (num_blocks, page_block_size, 1, headdim_v + headdim)."""
+    pages, q, qv = draw(6, 4, 1, 40), draw(2, 3, 4, 16), draw(2, 3, 4, 24)
+    values, keys = pages.split([24, 16], -1)
+    joined_q, joined, v = with_values_in_keys(q, keys, values, qv)
+    assert joined.data_ptr() == v.data_ptr() == pages.data_ptr()
+    torch.testing.assert_close((joined_q, joined, v), (torch.cat((qv, q), -1), pages, values), rtol=0, atol=0)
+    table, used = torch.tensor([[5, 1, 0], [2, 4, 3]], dtype=torch.int32), torch.tensor([9, 12], dtype=torch.int32)
+    hidden = torch.arange(12) >= used[:, None, None, None]
+    sequences = pages[table.long()].flatten(1, 2)
+    wanted, lse = expected(torch.cat((qv, q), -1), sequences, sequences[..., :24], hidden)
+    given = flash4.flash_attn_varlen_func(
+        q, keys, values, qv, page_table=table, seqused_k=used, return_lse=True
+    )  # fmt: skip
+    assert_same(given, (wanted, lse.transpose(1, 2)))
+    given = flash3.flash_attn_with_kvcache(
+        q, keys, values, qv=qv, page_table=table, cache_seqlens=used, return_softmax_lse=True
+    )  # fmt: skip
+    assert_same(given, (wanted, lse))
+
+
+def test_qv_with_gradients_copies() -> None:
+    """A gradient of the whole would not come back to its parts."""
+    values, keys = draw(2, 9, 1, 40).split([24, 16], -1)
+    keys.requires_grad_()
+    _, joined, _ = with_values_in_keys(draw(2, 3, 4, 16), keys, values, draw(2, 3, 4, 24))
+    assert joined.data_ptr() != values.data_ptr()
+    (gradient,) = torch.autograd.grad(joined.sum(), keys)
+    assert (gradient == 1).all()
+
+
+def test_qv_appends_values_and_keys_to_one_cache() -> None:
+    cache, q, qv, k, v = draw(2, 8, 1, 40), draw(2, 3, 4, 16), draw(2, 3, 4, 24), draw(2, 3, 1, 16), draw(2, 3, 1, 24)
+    before = cache.clone()
+    values, keys = cache.split([24, 16], -1)
+    out = flash3.flash_attn_with_kvcache(q, keys, values, k, v, qv, cache_seqlens=4)
+    wanted = before.clone()
+    wanted[:, 4:7] = torch.cat((v, k), -1)
+    assert (cache == wanted).all()
+    seen = wanted[:, :7]
+    assert_same((out,), expected(torch.cat((qv, q), -1), seen, seen[..., :24])[:1])
+    with pytest.raises(UnsupportedError, match="rotary_cos is not served with qv"):
+        flash3.flash_attn_with_kvcache(q, keys, values, k, v, qv, rotary_cos=draw(8, 8), rotary_sin=draw(8, 8))
+    with pytest.raises(ArgumentError, match=r"v must be \(as k, with headdim_v\)"):
+        flash3.flash_attn_with_kvcache(q, keys, values, k, v[:1], qv, cache_seqlens=4)
+
+
+INDICES = torch.tensor([[8, -1, 2], [-1, -1, -1], [0, 1, 2], [5, 4, -1], [3, 8, 1]], dtype=torch.int32).repeat(2, 1, 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash4_attends_to_the_keys_of_gather_kv_indices(causal: bool) -> None:
+    """In a batch and in varlen sequences, where values and keys are parts of one tensor."""
+    q, latents, qv = draw(2, 5, 4, 64), draw(2, 9, 1, 576), draw(2, 5, 4, 512)
+    v, k = latents.split([512, 64], -1)
+    hidden = torch.ones(2, 1, 5, 10, dtype=torch.bool).scatter_(3, INDICES[:, None] % 10, False)[..., :9]
+    if causal:
+        hidden = hidden | (torch.arange(9) > torch.arange(4, 9)[:, None])
+    wanted, lse = expected(torch.cat((qv, q), -1), latents, latents[..., :512], hidden)
+    wanted = wanted.nan_to_num(0.0)  # rows without keys
+    asked = {"gather_kv_indices": INDICES, "causal": causal, "return_lse": True}
+    assert_same(flash4.flash_attn_func(q, k, v, qv, **asked), (wanted, lse.transpose(1, 2)))
+    q, k, v, qv, indices = (x.flatten(0, 1) for x in (q, k, v, qv, INDICES))
+    given = flash4.flash_attn_varlen_func(
+        q, k, v, qv, offsets(5, 5), offsets(9, 9), **{**asked, "gather_kv_indices": indices}
+    )
+    assert_same(given, (wanted.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)))
+
+
+def test_flash4_says_what_is_not_served_with_gather_kv_indices() -> None:
+    with pytest.raises(UnsupportedError, match=r"window_size=\(2, 0\) is not served with gather_kv_indices"):
+        flash4.flash_attn_func(*qkv(), gather_kv_indices=INDICES, window_size=(2, 0))
+    with pytest.raises(UnsupportedError, match="seqused_q is not served with gather_kv_indices"):
+        flash4.flash_attn_varlen_func(*qkv(), gather_kv_indices=INDICES, seqused_q=torch.tensor([1, 2]))
+
+
 def test_qv_of_another_shape_is_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(ArgumentError, match=r"qv must be \(as q, with headdim_v\) = \(2, 5, 4, 16\), got shape"):
@@ -345,14 +422,15 @@ def _kvcache(**arguments: Any) -> object:
 
 
 REFUSED: list[tuple[Callable[..., object], str, object]] = [
-    *((_kvcache, name, torch.zeros(2)) for name in ("qv", "rotary_seqlens")),
-    (lambda **one: flash4.flash_attn_varlen_func(*qkv(), page_table=TABLE, **one), "qv", torch.zeros(2)),
+    (_kvcache, "rotary_seqlens", torch.zeros(2)),
+    (_kvcache, "qv", draw(2, 5, 4, 16)),
+    (lambda **one: flash4.flash_attn_varlen_func(*qkv(), page_table=TABLE, **one), "qv", draw(2, 5, 4, 16)),
     *((lambda **one: flash4.flash_attn_func(*qkv(), **one), name, ()) for name in (
-        "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
+        "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
         "block_sparse_tensors", "block_sparse_tensors_bwd",
     )),
     *((lambda **one: flash4.flash_attn_varlen_func(*qkv(), **one), name, ()) for name in (
-        "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
+        "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
         "block_sparse_tensors",
     )),
 ]  # fmt: skip

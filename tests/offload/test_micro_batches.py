@@ -298,12 +298,15 @@ def test_a_cooperative_step_in_halves_is_that_of_a_pipeline(num_layers_cpu: int,
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("batch_size", [2, 7])
 def test_no_part_of_the_machine_does_more_than_it_can(policy: Policy, batch_size: int) -> None:
-    work = replace(LLAMA, batch_size=batch_size)
+    selected_keys = 2 * K if policy is Policy.GATHERED else 0
+    work = replace(LLAMA, batch_size=batch_size, model=replace(LLAMA.model, selected_keys=selected_keys))
     seconds = seconds_per_token_in_halves(policy, work, H200, 8, AMPLE)
     weights = work.model.num_layers * work.model.layer_weight_bytes
     assert seconds > 2 * weights / H200.gpu_bandwidth
     uploaded = upload_fraction(policy, work, H200, 8, AMPLE, seconds_per_token_in_halves)
-    if policy is not Policy.RESIDENT:
+    if policy is Policy.GATHERED:
+        assert seconds >= 8 * work.gathered_bytes / H200.link_bandwidth > 0
+    elif policy is not Policy.RESIDENT:
         cpu_bytes = 8 * work.cpu_layer_bytes
         assert seconds >= uploaded * cpu_bytes / H200.link_bandwidth * (1 - 1e-9)
         assert seconds >= (1 - uploaded) * cpu_bytes / H200.cpu_bandwidth

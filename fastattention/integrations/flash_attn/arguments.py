@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from fastattention.engine.checks import check_like_q, check_shape, spec_of
+from fastattention.engine.eager import runs_eagerly
 from fastattention.errors import UnsupportedError
 
 _MODS = "kernels here take no functions of scores; fast_attn_func has attn_bias, which is added to the scores"
@@ -14,8 +17,8 @@ _BLOCKS = "give a bool block_mask to fast_attn_func or fast_attn_varlen_func"
 # Arguments that change results and are not served -> what to do.
 _REFUSED = {
     "rotary_seqlens": "rotary embedding starts at cache_seqlens here; rotate q and k before the call",
-    "qv": "the cache would be copied in every call; give one cache (..., headdim_v + headdim) of values and keys, q as "
-    "torch.cat((qv, q), -1) and v_cache as k_cache[..., :headdim_v] to fast_attn_with_kvcache",
+    "qv": "the cache would be copied in every call; let values and keys be parts of one tensor, v = cache[..., "
+    ":headdim_v] and k = cache[..., headdim_v:]",
     "score_mod": _MODS,
     "score_mod_bwd": _MODS,
     "mask_mod": _MODS,
@@ -23,7 +26,6 @@ _REFUSED = {
     "aux_scalars": _MODS,
     "block_sparse_tensors": _BLOCKS,
     "block_sparse_tensors_bwd": _BLOCKS,
-    "gather_kv_indices": "kernels here select keys by block: " + _BLOCKS,
 }
 
 
@@ -31,7 +33,11 @@ def refuse(**given: object) -> None:
     """Raises UnsupportedError for the first argument that is not None."""
     for name, value in given.items():
         if value is not None:
-            raise UnsupportedError(f"{name} is not served: {_REFUSED[name]}")
+            _raise(name)
+
+
+def _raise(name: str) -> NoReturn:
+    raise UnsupportedError(f"{name} is not served: {_REFUSED[name]}")
 
 
 def refuse_float8(q: Tensor) -> None:
@@ -43,10 +49,14 @@ def refuse_float8(q: Tensor) -> None:
         )
 
 
-def with_values_in_keys(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) whose scores are q @ k^T + qv @ v^T of the given ones.
+def with_values_in_keys(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, copies: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) whose scores are q @ k^T + qv @ v^T of the given ones. Values are the first columns of the new keys.
 
-    qv: as q, with headdim_v. Queries and keys are copied; values become the first columns of the new keys.
+    - `qv`: as q, with headdim_v
+    - `copies`: whether keys and values may be copied. They are not where they are parts of one tensor that follow each
+        other, as latents and their rotated part in a cache. UnsupportedError is raised if they would have to be.
     """
     spec = spec_of("q", q)
     specs = [(name, spec_of(name, tensor)) for name, tensor in (("k", k), ("v", v), ("qv", qv))]
@@ -55,5 +65,16 @@ def with_values_in_keys(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Te
     headdim_v = v.shape[-1]
     check_shape("v", specs[1][1], (*k.shape[:-1], headdim_v), "as k, with headdim_v")
     check_shape("qv", specs[2][1], (*q.shape[:-1], headdim_v), "as q, with headdim_v")
-    keys = torch.cat((v, k), dim=-1)
+    if runs_eagerly(k, v) and _follows(k, v):
+        keys = v.as_strided((*k.shape[:-1], headdim_v + k.shape[-1]), v.stride())
+    elif copies:
+        keys = torch.cat((v, k), dim=-1)
+    else:
+        _raise("qv")
     return torch.cat((qv, q), dim=-1), keys, keys[..., :headdim_v]
+
+
+def _follows(k: Tensor, v: Tensor) -> bool:
+    """Whether each row of k begins where that of v ends, and no gradient has to find its way to both."""
+    is_next = k.data_ptr() == v.data_ptr() + v.shape[-1] * v.element_size() and k.stride() == v.stride()
+    return is_next and v.stride(-1) == 1 and not (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad))

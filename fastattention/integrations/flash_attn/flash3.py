@@ -27,7 +27,7 @@ from fastattention.attention.interface import (
 )
 from fastattention.attention.merge import merge_attn_states
 from fastattention.engine.checks import check_rank, check_shape, read_int, require_tensor, spec_of
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.flash_attn.arguments import refuse, refuse_float8, with_values_in_keys
 
 
@@ -176,11 +176,21 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """`fast_attn_with_kvcache`, whose block_table is page_table.
 
+    `qv` needs caches that are parts of one tensor: v_cache is cache[..., :headdim_v] and k_cache the rest of it.
+
     Returns out, or with return_softmax_lse (out, lse). FlashAttention-3 returns two more tensors then, which its
     documentation does not name: partial results of split-KV.
     """
-    refuse(qv=qv, rotary_seqlens=rotary_seqlens)
+    refuse(rotary_seqlens=rotary_seqlens)
     refuse_float8(q)
+    if qv is not None:
+        if rotary_cos is not None:
+            raise UnsupportedError("rotary_cos is not served with qv; rotate q and k before the call")
+        q, k_cache, v_cache = with_values_in_keys(q, k_cache, v_cache, qv, copies=False)
+        if k is not None and v is not None:
+            new = spec_of("k", k).shape[:-1]
+            check_shape("v", spec_of("v", v), (*new, v_cache.shape[-1]), "as k, with headdim_v")
+            k = torch.cat((v, k), dim=-1)
     return fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits=num_splits,

@@ -3,8 +3,10 @@
 - `num_splits`, `pack_gqa`, `min_seqlen_k`, `scheduler_metadata`, `seqlen_k_per_split` and `disable_scheduler_metadata`
   are hints about speed: they change no result and are not read.
 - `window_size` is (left, right), None is unlimited, and a window without any key is unlimited on both sides.
-- `qv` adds qv @ v^T to the scores, at the cost of a copy of the keys and values.
-- Functions of scores (`score_mod`, `mask_mod`), `block_sparse_tensors` and `gather_kv_indices` raise UnsupportedError.
+- `qv` adds qv @ v^T to the scores. Keys and values are copied for it, unless they are parts of one tensor in which each
+  value is followed by its key.
+- `gather_kv_indices` (total_q, topk), or (batch_size, seqlen_q, topk), are the `indices` of `fast_attn_selected_func`.
+- Functions of scores (`score_mod`, `mask_mod`) and `block_sparse_tensors` raise UnsupportedError.
 
 All functions return (out, lse). lse is None without return_lse. It is (batch_size, nheads, seqlen_q) or (nheads,
 total_q), with `qv` (batch_size, seqlen_q, nheads) or (total_q, nheads).
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from fastattention.attention.interface import fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.rows import as_rows
+from fastattention.attention.selected import fast_attn_selected_func
 from fastattention.engine.checks import check_rank, read_int, require_tensor, spec_of
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.flash_attn.arguments import refuse, refuse_float8, with_values_in_keys
@@ -53,13 +56,20 @@ def flash_attn_func(
     refuse(
         score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
         aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd, gather_kv_indices=gather_kv_indices,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
     refuse_float8(q)
     q, k, v, heads_last = _latent(q, k, v, qv)
+    window = _read_window(window_size, causal)
+    if gather_kv_indices is not None:
+        _check_selected(window)
+        result = fast_attn_selected_func(
+            q, k, v, gather_kv_indices, softmax_scale, causal, softcap, sinks=learnable_sink, return_lse=return_lse
+        )
+        return _out_and_lse(result, heads_last)
     result = fast_attn_func(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=_read_window(window_size, causal),
-        softcap=softcap, deterministic=deterministic, sinks=learnable_sink, return_lse=return_lse,
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window, softcap=softcap,
+        deterministic=deterministic, sinks=learnable_sink, return_lse=return_lse,
     )  # fmt: skip
     return _out_and_lse(result, heads_last)
 
@@ -107,11 +117,19 @@ def flash_attn_varlen_func(
     """
     refuse(
         score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors, gather_kv_indices=gather_kv_indices,
-        qv=None if page_table is None else qv,
+        aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
     )  # fmt: skip
     refuse_float8(q)
-    q, k, v, heads_last = _latent(q, k, v, qv)
+    q, k, v, heads_last = _latent(q, k, v, qv, copies=page_table is None)
+    window = _read_window(window_size, causal)
+    if gather_kv_indices is not None:
+        _check_selected(window, seqused_q)
+        result = fast_attn_selected_func(
+            q, k, v, gather_kv_indices, softmax_scale, causal, softcap, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=page_table, sinks=learnable_sink,
+            return_lse=return_lse,
+        )  # fmt: skip
+        return _out_and_lse(result, heads_last)
     queries = as_rows("q", q, cu_seqlens_q, max_seqlen_q)
     if page_table is not None:
         if cu_seqlens_k is not None or seqused_k is None:
@@ -124,13 +142,15 @@ def flash_attn_varlen_func(
         )
     result = fast_attn_varlen_func(
         queries.rows, k, v, queries.cu_seqlens, cu_seqlens_k, queries.longest, longest, softmax_scale=softmax_scale,
-        causal=causal, window_size=_read_window(window_size, causal), softcap=softcap, deterministic=deterministic,
-        block_table=page_table, seqused_q=seqused_q, seqused_k=seqused_k, sinks=learnable_sink, return_lse=return_lse,
+        causal=causal, window_size=window, softcap=softcap, deterministic=deterministic, block_table=page_table,
+        seqused_q=seqused_q, seqused_k=seqused_k, sinks=learnable_sink, return_lse=return_lse,
     )  # fmt: skip
     return _out_and_lse(queries.back(result), heads_last)
 
 
-def _latent(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
+def _latent(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, copies: bool = True
+) -> tuple[Tensor, Tensor, Tensor, bool]:
     """q, k and v of a call with qv, and whether FlashAttention-4 puts heads last in lse.
 
     Keys and values that are one tensor with 512 columns are latents: only qv meets them, or q without qv.
@@ -140,7 +160,17 @@ def _latent(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor,
         return (q if qv is None else qv), k, v, True
     if qv is None:
         return q, k, v, False
-    return *with_values_in_keys(q, k, v, qv), True
+    return *with_values_in_keys(q, k, v, qv, copies), True
+
+
+def _check_selected(window: tuple[int, int], seqused_q: Tensor | None = None) -> None:
+    """Raises UnsupportedError for what fast_attn_selected_func has no argument for."""
+    if window not in ((-1, -1), (-1, 0)):
+        raise UnsupportedError(
+            f"window_size={window} is not served with gather_kv_indices; name the keys of the window"
+        )
+    if seqused_q is not None:
+        raise UnsupportedError("seqused_q is not served with gather_kv_indices; give -1 for the keys of unused queries")
 
 
 def _read_window(window_size: Window, causal: bool) -> tuple[int, int]:

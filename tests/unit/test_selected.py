@@ -220,6 +220,37 @@ def test_a_topk_above_the_number_of_keys() -> None:
     check(sequences, run(sequences, "rows"), False, None)
 
 
+# Queries, keys, topk, and the share of indices that is no key.
+LATENT_SHAPES = [(1, 592, 128, 0.1), (62, 128, 256, 0.0), (13, 128, 256, 0.7), (5, 300, 64, 1.0)]
+
+
+@pytest.mark.parametrize("backend", sorted({*BACKENDS} - {"sdpa"}))
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "topk", "missing"), LATENT_SHAPES)
+def test_results_are_within_the_limits_of_flashmla(
+    seqlen_q: int, seqlen_k: int, topk: int, missing: float, has_sinks: bool, backend: str
+) -> None:
+    """The limits, kinds of cases and size of numbers of its own tests of sparse attention, in bfloat16."""
+    q, k = (normal(n, heads, 576, seed=n).div(10).bfloat16() for n, heads in ((seqlen_q, 16), (seqlen_k, 1)))
+    indices = torch.stack([normal(max(topk, seqlen_k), seed=row).argsort()[:topk] for row in range(seqlen_q)]).int()
+    hidden = torch.rand(seqlen_q, topk, generator=torch.Generator().manual_seed(topk)) < missing
+    sequence = (q, k, k[..., :512], torch.where(hidden | (indices >= seqlen_k), -1, indices))
+    sinks = normal(16, seed=3) if has_sinks else None
+    ((out, lse),) = run([sequence], "rows", sinks=sinks, backend=backend)
+    right, right_lse = wanted(sequence, False, sinks, torch.float64)
+    assert (lse == -math.inf).equal(right_lse == -math.inf)
+    errors, sizes = (out.double() - right).abs(), right.abs()
+    assert ((errors < 8e-4) | (errors < 3.01 / 128 * sizes)).all()
+    same = 2 * (out.double() * right).sum() / (out.double().square() + right.square()).sum().clamp_min(1e-30)
+    assert missing == 1.0 or 1 - same < 7e-6
+    is_key = right_lse.isfinite()
+    of_lse = (lse - right_lse).abs()[is_key]
+    assert ((of_lse < 1e-6) | (of_lse < 2.01 / 65536 * right_lse.abs()[is_key])).all()
+    again = run([sequence], "rows", sinks=sinks, backend=backend)[0]
+    assert torch.equal(again[0], out)
+    assert torch.equal(again[1], lse)
+
+
 def test_int64_indices_and_no_indices_at_all() -> None:
     q, k = normal(2, 3, 4, 16), normal(2, 9, 1, 16)
     chosen = torch.arange(9).expand(2, 3, 9)

@@ -142,6 +142,19 @@ def _linear(name: str, result: dict[str, Any]) -> tuple[str, ...]:
     return f"`{name}`", ", ".join(f"`{one}`" for one in found["ours"]) or "none", ", ".join(reasons) or "-"
 
 
+LATENTS = """
+## Latents and selected keys
+
+Types that cache latents, or whose queries attend to keys of their choice, and what
+[our attention](../guides/latent-attention.md) did in the checks above:
+
+- *expanded*: keys and values of all heads were made from latents, as Transformers always does. Gradients need it.
+- *absorbed*: queries attended to the latents themselves.
+- *selected keys*: only keys that queries had selected were read. *masked keys*: all were read, under a mask.
+- *indexer*: `fast_indexer_func` selected the keys. Without it, Transformers' own code did.
+"""
+
+
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows))
 
@@ -163,6 +176,9 @@ def render(results: dict[str, Any]) -> str:
     rows = [_linear(name, result) for name, result in types.items() if "linear" in result]
     if rows:
         parts += [LINEAR, _table(("type", "by ours", "left to Transformers"), rows)]
+    rows = [(f"`{name}`", ", ".join(result["latents"])) for name, result in types.items() if "latents" in result]
+    if rows:
+        parts += [LATENTS, _table(("type", "ways"), rows)]
     return "\n".join(parts) + "\n"
 
 

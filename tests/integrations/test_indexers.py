@@ -150,6 +150,14 @@ def test_blocks_under_a_matrix_are_those_of_eager_attention() -> None:
         assert_same(fast(prompts(), attention_mask=seen).logits, expected)
 
 
+def test_blocks_of_several_sequences_in_a_row_are_refused() -> None:
+    """Eager attention gives their later queries, which select none of their own keys, a mean of all values."""
+    _, fast = pair(BLOCKS)
+    ids = prompts()[:, :8]
+    with pytest.raises(UnsupportedError, match="several sequences in a row are not served with block_indices"):
+        fast(ids, position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).expand(len(ids), -1), use_cache=False)
+
+
 def test_gradients_of_selected_blocks_are_those_of_eager_attention() -> None:
     found = []
     for model in pair(BLOCKS):

@@ -211,6 +211,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"shape \(2, 6\) followed by",
     ),
     "blocks of any size": ({"block_indices": torch.zeros(1)}, UnsupportedError, "block_indices"),
+    "selected keys of sequences in a row": (
+        {"block_indices": torch.zeros(1), "cu_seq_lens_q": torch.arange(3), "cu_seq_lens_k": torch.arange(3)},
+        UnsupportedError,
+        "cu_seq_lens_q and cu_seq_lens_k are not served with keys that a model selects",
+    ),
     "sinks of each token": ({"sinks": torch.zeros(1)}, UnsupportedError, "'sinks'"),
     "padding mask": ({"attention_mask": torch.ones(2, 6)}, ArgumentError, r"got shape \(2, 6\)"),
     "integer mask": ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.int64)}, ArgumentError, "int64"),

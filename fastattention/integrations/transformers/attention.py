@@ -29,6 +29,7 @@ from fastattention.integrations.transformers.selected import (
     attend_to_gathered,
     attend_to_selected,
     check_selected,
+    check_sequences,
     selects_few,
     with_selected,
 )
@@ -84,8 +85,11 @@ def fast_attention_forward(
     that do not fit.
     """
     has_more = not _MEANINGFUL.isdisjoint(kwargs)
+    sequences = _varlen_sequences(kwargs) if has_more else None
     if has_more:
         _check_unsupported(kwargs)
+        if sequences is not None and not (indices is None and block_indices is None):
+            check_sequences(attention_mask)
     if indices is not None:
         check_selected(attention_mask, indices, query, key)
         if indices.shape[-1] >= key.shape[2]:
@@ -133,7 +137,6 @@ def fast_attention_forward(
             if pairs is not None:
                 return attend_dense(q, k, v, None, scores, block_mask=pairs), None
         return attend_dense(q, k, v, _attn_bias(attention_mask, position_bias, q), scores), None
-    sequences = _varlen_sequences(kwargs) if has_more else None
     if attention_mask is not None and (sequences is None or not isinstance(attention_mask, DenseMask)):
         return attention_mask.attend(q, k, v, position_bias, scores), None
     causal, window = _without_mask(module, is_causal, sliding_window)

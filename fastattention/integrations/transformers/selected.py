@@ -15,6 +15,7 @@ from fastattention.integrations.transformers.masks import (
     DenseMask,
     Scores,
     SequenceMask,
+    VarlenMask,
     attend_dense,
     combine,
 )
@@ -33,6 +34,15 @@ def check_selected(
             f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need an attention_mask, which is "
             f"no matrix with a FastAttentionCache, and shape {shape} followed by the number of keys; load the model "
             "with attn_implementation='eager', or use a DynamicCache"
+        )
+
+
+def check_sequences(mask: SequenceMask | Tensor | None) -> None:
+    """Raises UnsupportedError for selected keys with lengths of sequences, and a mask that does not know these."""
+    if mask is None or isinstance(mask, DenseMask):
+        raise UnsupportedError(
+            "cu_seq_lens_q and cu_seq_lens_k are not served with keys that a model selects; give position_ids, which "
+            "start again at 0 in each sequence"
         )
 
 
@@ -95,8 +105,13 @@ def attend_to_blocks(
     - `size`: keys of a block
 
     Reads the selected blocks alone where the mask is causal without padding. Otherwise, and where a gradient is wanted,
-    all keys are read, with a matrix of those that are seen.
+    all keys are read, with a matrix of those that are seen. Raises UnsupportedError for several sequences in a row.
     """
+    if isinstance(mask, VarlenMask) and mask.cu_seqlens_q.shape[0] - 1 > query.shape[0]:
+        raise UnsupportedError(
+            "several sequences in a row are not served with block_indices: MiniMax-M3 numbers blocks from the start of "
+            "the row, so later sequences select blocks of the first; give each sequence a row of its own"
+        )
     if size is None:
         raise UnsupportedError(
             "this model gives its attention function block_indices, and no module.indexer.block_size tells the size of "

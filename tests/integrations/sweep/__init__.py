@@ -9,6 +9,7 @@ ours beside fast_attention.
 tiny.py      builds a tiny model of a type from its default configuration, and inputs for it
 checks.py    computations with both kinds of attention, compared
 linear.py    which linear layers of a model our functions compute
+latents.py   what became of a model's latents, and of the keys that it selects
 results.py   results.json, from which scripts/write_model_types.py makes a page of the documentation
 __main__.py  runs types one by one and records each
 

@@ -18,20 +18,28 @@ from integrations.models import own_linear_layers
 
 from . import results
 from .checks import run
+from .latents import WAYS, recorded_ways
 from .linear import recorded
 from .tiny import CannotBuildError, build, model_types
 
 
 def sweep(model_type: str) -> dict[str, Any]:
-    """The result of one type: {"class", "checks"}, and "linear" for linear layers; or {"cannot": why}."""
+    """The result of one type: {"class", "checks"}, or {"cannot": why}.
+
+    "linear" is added for linear layers, and "latents" for latents and selected keys.
+    """
     try:
         with own_linear_layers():
             tiny = build(model_type)
     except CannotBuildError as error:
         return {"cannot": str(error)}
-    with recorded() as linear:
+    with recorded() as linear, recorded_ways() as ways:
         result: dict[str, Any] = {"class": tiny.model_class.__name__, "checks": run(tiny)}
-    return result | ({"linear": linear.result()} if linear.is_there(tiny.config) else {})
+    if linear.is_there(tiny.config):
+        result["linear"] = linear.result()
+    if ways:
+        result["latents"] = [way for way in WAYS if way in ways]
+    return result
 
 
 def main(names: list[str]) -> int:

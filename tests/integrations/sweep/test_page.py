@@ -51,6 +51,13 @@ def test_linear_layers_are_listed_with_what_computed_them() -> None:
     assert "| `other` | none | `Mamba-2: A is float64` |\n" in page
 
 
+def test_latents_are_listed_with_what_became_of_them() -> None:
+    types = {"some": {"class": "M", "checks": {"greedy": "same"}, "latents": ["absorbed", "indexer"]}}
+    page = write_model_types.render({"versions": {"transformers": "5", "torch": "2"}, "types": types})
+    assert "\n\n## Latents and selected keys\n\n" in page
+    assert "| `some` | absorbed, indexer |\n" in page
+
+
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_model_types, "PAGE", tmp_path / "page.md")
     assert write_model_types.main(["--check"]) == 1

@@ -88,6 +88,13 @@ def test_linear_layers_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch)
     assert {name for name, said in result["checks"].items() if said.startswith("differs by")} > {"gradients", "greedy"}
 
 
+def test_what_becomes_of_latents_is_recorded() -> None:
+    assert sweep("deepseek_v3")["latents"] == ["expanded", "absorbed"]
+    result = sweep("deepseek_v32")
+    assert not results.is_failure(result)
+    assert result["latents"] == ["expanded", "absorbed", "selected keys", "masked keys", "indexer"]
+
+
 def test_a_type_that_needs_other_inputs_is_not_tried() -> None:
     assert "its main input is input_features" in sweep("parakeet_ctc")["cannot"]
 

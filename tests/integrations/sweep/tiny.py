@@ -76,7 +76,7 @@ _OTHERS = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "num_experts_per_token": 2, "moe_top_k": 2,
     "top_k_experts": 2, "n_shared_experts": 1, "sliding_window": 6, "attention_chunk_size": 6, "local_attention": 6,
-    "index_n_heads": 2, "index_topk": 4, "image_size": 32, "patch_size": 8, "vocab_size_per_layer_input": VOCABULARY,
+    "index_n_heads": 24, "index_topk": 4, "image_size": 32, "patch_size": 8, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8, "max_position_embeddings": 128, "n_positions": 128, "n_ctx": 128,
     "mamba_chunk_size": 8, "chunk_size": 8, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
     "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_headdim": 16,
@@ -127,6 +127,12 @@ _MORE: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0, 0.0],
     },
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "mamba2": {"num_heads": 8},
     "longcat_flash": {"num_attention_heads": 4, "head_dim": 8, "qk_head_dim": 16},
     "qwen4_exp_text": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 import hypothesis
 import pytest
@@ -32,3 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {id(item) for item in selected}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = selected
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler_without_what_others_compiled() -> None:
+    """All public functions are one code object, which torch.compile compiles for a few kinds of arguments only."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()

@@ -225,8 +225,10 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool, key_b
         within = torch.arange(key_block, dtype=indices.dtype, device=q.device)
         # -1 stays below all keys.
         indices = (indices[..., None] * key_block + torch.where(indices[..., None] < 0, 0, within)).flatten(2)
-    seen = (indices >= 0) & (indices < limits[:, None, None])
-    positions = torch.where(seen, indices, 0)
+    # Dropping costs more than all else. Where numbers may be read, it is left out if there is nothing to drop.
+    drops = not (is_checked and _are_within(indices, limits))
+    seen = (indices >= 0) & (indices < limits[:, None, None]) if drops else None
+    positions = indices if seen is None else torch.where(seen, indices, 0)
     if tokens.block_table is not None:
         pages = tokens.block_table[sequences[:, None, None], positions // tokens.seqlen]
         slots = pages * keys.step + positions % tokens.seqlen
@@ -235,20 +237,31 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool, key_b
         slots = first[:, None, None] + positions
     if heads > 1 or of_token > 1:
         slots = slots * of_token + torch.arange(heads, device=q.device)[:, None] * of_head
-    seen, slots = seen.flatten(0, 1), slots.flatten(0, 1)
+    slots, topk = slots.flatten(0, 1).to(torch.int32), indices.shape[2]
+    if seen is None:
+        return _Chosen(slots, torch.full((slots.shape[0],), topk, dtype=torch.int32, device=q.device))
+    seen = seen.flatten(0, 1)
     # Keys that are dropped go to a column behind those of each row.
-    topk = indices.shape[2]
     table = torch.zeros(total_q * heads, topk + 1, dtype=torch.int32, device=q.device)
-    table.scatter_(1, torch.where(seen, seen.cumsum(1) - 1, topk), slots.to(torch.int32))
+    table.scatter_(1, torch.where(seen, seen.cumsum(1) - 1, topk), slots)
     return _Chosen(table[:, :topk], seen.sum(1, dtype=torch.int32))
+
+
+def _are_within(indices: Tensor, limits: Tensor, least: int = 0) -> bool:
+    """Whether all of indices (total_q, heads, topk) are from `least` to below the limits (total_q,) of their rows."""
+    if indices.numel() == 0:
+        return True
+    low, high = indices.aminmax(dim=2)
+    return bool((low >= least).all() and (high < limits[:, None]).all())
 
 
 def _check_indices(indices: Tensor, lengths_k: Tensor, key_block: int) -> None:
     """indices: (total_q, heads, topk)."""
-    limits = -(-lengths_k // key_block)
+    limits = -(-lengths_k // key_block) if key_block > 1 else lengths_k
+    if _are_within(indices, limits, least=-1):
+        return
     wrong = (indices < -1) | (indices >= limits[:, None, None])
-    if wrong.any():
-        row, head, column = (int(x) for x in wrong.nonzero()[0])
-        key, count = int(indices[row, head, column]), int(lengths_k[row])
-        what = "key" if key_block == 1 else f"block of {key_block} keys"
-        raise ArgumentError(f"indices name {what} {key} for query {row}, whose sequence has {count} keys; -1 is none")
+    row, head, column = (int(x) for x in wrong.nonzero()[0])
+    key, count = int(indices[row, head, column]), int(lengths_k[row])
+    what = "key" if key_block == 1 else f"block of {key_block} keys"
+    raise ArgumentError(f"indices name {what} {key} for query {row}, whose sequence has {count} keys; -1 is none")

@@ -23,7 +23,7 @@ from fastattention.backends.cpu.headers import STRUCTS, pointer_packer
 from fastattention.backends.cpu.library import Library, find_library, load_library
 
 PACKAGE = Path(fastattention.__file__).parent
-FAMILIES = ("attention", "linear", "convolution")
+FAMILIES = ("attention", "linear", "convolution", "indexer")
 INSTRUCTION_SETS = {"generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "neon", "neon_fp16", "neon_bf16"}
 
 

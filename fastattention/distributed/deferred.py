@@ -16,6 +16,7 @@ from fastattention.distributed.attention_out_proj import (
     attention_out_proj_allreduce,
     attention_out_proj_allreduce_with_kvcache,
 )
+from fastattention.engine.checks import needs_grad
 from fastattention.errors import ArgumentError
 
 
@@ -82,8 +83,7 @@ class DeferredAttention:
         """Why `project` cannot serve a weight and bias, or None. For wrong arguments `project` raises instead."""
         if isinstance(self._tiled, str):
             return self._tiled
-        tensors = (*self._tensors, weight, *(() if bias is None else (bias,)))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if needs_grad(*self._tensors, weight, bias):
             return "gradients are wanted, which row blocks do not give; compute under torch.no_grad()"
         if weight.dtype != self.dtype:
             return f"the projection's weight is {weight.dtype} and attention's output {self.dtype}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastattention.engine.backend import Backend
-from fastattention.engine.eager import runs_eagerly
+from fastattention.engine.eager import autocast_dtype, runs_eagerly
 
 if TYPE_CHECKING:
     from fastattention.engine.operator import AnyOperator
@@ -35,7 +35,7 @@ def without_autocast(operator: AnyOperator, problem: Any, serve: Serve) -> Serve
     """`serve`, made of operations of torch, whose results and gradients autocast does not round to 16 bits."""
 
     def run(inputs: Any) -> Any:
-        if not torch.is_autocast_enabled(problem.device.type):
+        if autocast_dtype(problem.device.type) is None:
             return serve(inputs)
         if problem.grads and not problem.in_transform:
             return operator.output(*WithoutAutocast.apply(operator, problem, serve, *inputs))  # type: ignore[no-untyped-call]

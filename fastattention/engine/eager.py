@@ -14,7 +14,15 @@ from fastattention.errors import ArgumentError, UnsupportedError
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 transform_level = torch._C._functorch.maybe_current_level  # of torch.func; None outside
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _active_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype to which autocast rounds on devices of a type, such as "cuda"; None where it is off, or unknown."""
+    if not _is_any_autocast_enabled() or not torch.amp.is_autocast_available(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def runs_eagerly(*tensors: object) -> bool:

@@ -23,6 +23,7 @@ from fastattention.attention.interface import fast_attn_func
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 from fastattention.backends.sdpa.fused import torch_attention
 from fastattention.engine.checks import DTYPES
+from fastattention.engine.eager import autocast_dtype
 from fastattention.integrations.pair_masks import pair_mask_of
 
 
@@ -53,8 +54,8 @@ def scaled_dot_product_attention(
     """
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     plain = not has_torch_function(tensors) and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    if plain and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = autocast_dtype(query.device.type) if plain else None
+    if dtype is not None:
         query, key, value = (x.to(dtype) if x.dtype is torch.float32 else x for x in (query, key, value))
         if attn_mask is not None and attn_mask.dtype is torch.float32:
             attn_mask = attn_mask.to(dtype)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fastattention.engine.eager import autocast_dtype
 from fastattention.offload.device import Device, Event
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class _Modes:
         return cls(
             torch.is_inference_mode_enabled(),
             torch.is_grad_enabled(),
-            {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)},
+            {kind: dtype for kind in kinds if (dtype := autocast_dtype(kind)) is not None},
             torch.get_default_device(),
         )
 

@@ -169,6 +169,24 @@ def test_autocast_converts_arguments() -> None:
     torch.testing.assert_close(found, right, rtol=0.02, atol=0.02)
 
 
+def test_tensors_without_memory_have_results_without_memory() -> None:
+    """Their device has no autocast, which may be on for others."""
+    q = torch.empty(2, 4, 5, 16, device="meta")
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = scaled_dot_product_attention(q, q, q)
+        assert (found.shape, found.dtype, found.device) == (q.shape, q.dtype, q.device)
+
+
+def test_autocast_in_a_compiled_call() -> None:
+    inputs = tensors(SHAPES["batch"])
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, right = compiled(*inputs), torch_attention(*inputs)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, right, rtol=0.02, atol=0.02)
+
+
 def test_compiled_it_is_one_graph() -> None:
     inputs = tensors(SHAPES["batch"])
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from fastattention.engine.checks import check_like_q, check_shape, spec_of
+from fastattention.engine.checks import check_like_q, check_shape, needs_grad, spec_of
 from fastattention.engine.eager import runs_eagerly
 from fastattention.errors import UnsupportedError
 
@@ -77,4 +77,4 @@ def with_values_in_keys(
 def _follows(k: Tensor, v: Tensor) -> bool:
     """Whether each row of k begins where that of v ends, and no gradient has to find its way to both."""
     is_next = k.data_ptr() == v.data_ptr() + v.shape[-1] * v.element_size() and k.stride() == v.stride()
-    return is_next and v.stride(-1) == 1 and not (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad))
+    return is_next and v.stride(-1) == 1 and not needs_grad(k, v)

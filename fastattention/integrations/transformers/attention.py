@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastattention.attention.interface import fast_attn_func
+from fastattention.engine.eager import autocast_dtype
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.pair_masks import pair_mask_of
 from fastattention.integrations.transformers.block_sparse import prefill_functions
@@ -40,7 +41,6 @@ UNKNOWN_ARGUMENTS = ("sinks",)
 _VARLEN_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MEANINGFUL = frozenset((*UNKNOWN_ARGUMENTS, *_VARLEN_ARGUMENTS, "output_attentions"))
 _log = logging.get_logger(__name__)
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def fast_attention_forward(
@@ -127,8 +127,8 @@ def fast_attention_forward(
     if isinstance(key, StoredTokens):
         return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores, indices), None
     assert isinstance(value, Tensor)
-    if _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = autocast_dtype(query.device.type)
+    if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(attention_mask, Tensor):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattention.engine.checks import needs_grad
+from fastattention.engine.eager import autocast_dtype
 from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.model_source import modeling_of, once_for_each_class
 from fastattention.integrations.transformers.stored import StoredTokens
@@ -64,10 +66,7 @@ class Latents:
         """
         if isinstance(self._kv, StoredTokens):
             return False
-        tensors = (query, self._kv, self._rotated, self._weight)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return True
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+        if needs_grad(query, self._kv, self._rotated, self._weight) or autocast_dtype(query.device.type) is not None:
             return True
         seqlen_q, (_, _, seqlen_k, headdim), rank = query.shape[2], self.shape, self.rank
         projections = rank * (self._headdim_nope + self._headdim_v)

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from fastattention.convolution import causal_conv1d, causal_conv1d_update
 from fastattention.convolution.problem import WIDTHS
-from fastattention.engine.checks import DTYPES
+from fastattention.engine.checks import DTYPES, needs_grad
 from fastattention.linear import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -276,8 +276,7 @@ def _why_not_convolution_update(
 ) -> str | None:
     if conv_state.dtype not in (hidden_states.dtype, torch.float32):
         return f"conv_state is {conv_state.dtype}, and hidden_states {hidden_states.dtype}"
-    tensors = (hidden_states, conv_state, weight, bias)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if needs_grad(hidden_states, conv_state, weight, bias):
         return "a token is decoded with gradients"
     return _why_not_filters(hidden_states, weight, activation)
 

@@ -215,6 +215,24 @@ def test_qv_reads_values_and_keys_that_are_parts_of_one_tensor_without_a_copy() 
     assert_same(given, (wanted, lse))
 
 
+def test_qv_reads_rows_of_a_cache_in_place() -> None:
+    """As vLLM views a cache (num_tokens, headdim_v + headdim): keys and values have other strides of heads."""
+    rows, q, qv = draw(24, 40), draw(3, 4, 16), draw(3, 4, 24)
+    values, keys = (part.unsqueeze(1) for part in rows.split([24, 16], -1))
+    assert values.stride() != keys.stride()
+    _, joined, _ = with_values_in_keys(q, keys, values, qv)
+    assert joined.data_ptr() == rows.data_ptr()
+    torch.testing.assert_close(joined[:, 0], rows, rtol=0, atol=0)
+
+
+def test_qv_copies_tensors_that_only_lie_side_by_side() -> None:
+    """Keys behind the values in memory, but of other rows; and a last axis that is strided."""
+    memory = draw(1, 9, 1, 2, 16)
+    for v, k in ((memory[:, :4, :, 0], memory[:, 4:8, :, 0]), (memory[..., 0, ::2], memory[..., 1, ::2])):
+        joined = with_values_in_keys(draw(1, 3, 2, k.shape[-1]), k, v, draw(1, 3, 2, v.shape[-1]))[1]
+        torch.testing.assert_close(joined, torch.cat((v, k), -1), rtol=0, atol=0)
+
+
 def test_qv_with_gradients_copies() -> None:
     """A gradient of the whole would not come back to its parts."""
     values, keys = draw(2, 9, 1, 40).split([24, 16], -1)

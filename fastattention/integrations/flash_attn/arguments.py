@@ -76,5 +76,11 @@ def with_values_in_keys(
 
 def _follows(k: Tensor, v: Tensor) -> bool:
     """Whether each row of k begins where that of v ends, and no gradient has to find its way to both."""
-    is_next = k.data_ptr() == v.data_ptr() + v.shape[-1] * v.element_size() and k.stride() == v.stride()
-    return is_next and v.stride(-1) == 1 and not needs_grad(k, v)
+    axes = [axis for axis, size in enumerate(v.shape[:-1]) if size != 1]
+    return (
+        k.data_ptr() == v.data_ptr() + v.shape[-1] * v.element_size()
+        and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        and all(k.stride(axis) == v.stride(axis) for axis in axes)
+        and k.stride(-1) == v.stride(-1) == 1
+        and not needs_grad(k, v)
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from offload.fake_device import FakeDevice
 from tiers import sampled, slow
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from fastattention.errors import ArgumentError, CacheFullError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache
@@ -213,6 +213,11 @@ def test_wrong_arguments_are_named(changed: dict[str, Any], named: str) -> None:
 def test_a_model_in_the_place_of_its_config_is_refused() -> None:
     with pytest.raises(ArgumentError, match="config must be that of a model of Transformers, got LlamaForCausalLM"):
         FastAttentionCache(deep("llama", NUM_LAYERS), kv_budget=SMALL)  # type: ignore[arg-type]
+
+
+def test_an_indexer_that_reads_the_cache_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="indexer of a Glm5NextTextConfig reads the keys of its cache itself"):
+        FastAttentionCache(CONFIG_MAPPING["glm5_next_text"](), kv_budget=SMALL)
 
 
 @slow

@@ -11,14 +11,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function
 
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.integrations.transformers import indexers, selected
+from fastattention.integrations.transformers import attention, indexers, selected
 from fastattention.integrations.transformers.indexers import select_keys, serve_indexers
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 from .models import assert_same, padding_mask, pair, prompts, random_masks, stepwise
+from .sweep.tiny import build
 
 BLOCKS = "minimax_m3_vl_text"
 
@@ -121,6 +124,22 @@ def test_keys_are_selected_of_those_that_the_mask_shows(seqlen_q: int, side: str
     real = torch.ones(3, 20, dtype=torch.bool) if padding is None else padding
     assert found.dtype is torch.int32
     assert torch.equal(torch.where(found < 0, 99, found)[real[:, -seqlen_q:]], wanted[real[:, -seqlen_q:]].int())
+
+
+def test_a_token_reads_the_keys_of_few_pools_and_of_the_last_ones() -> None:
+    """After padding GLM-5 Next has -1 for pools that are missing, before the keys that are in no pool yet."""
+    tiny = build("glm5_next")
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    found = []
+    with torch.no_grad(), mock.patch.object(attention, "attend_to_gathered", wraps=selected.attend_to_gathered) as calls:
+        for model in (tiny.eager, tiny.fast()):
+            cache = DynamicCache(config=model.config.get_text_config())
+            model(ids[:, :8], attention_mask=mask[:, :8], **{CACHE_ARGUMENT: cache})
+            found.append(model(ids[:, 8:], attention_mask=mask, **{CACHE_ARGUMENT: cache}).logits)
+    assert calls.call_count == 1
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_mask_of_other_lengths_is_refused() -> None:

@@ -24,6 +24,7 @@ try:
     from fastattention.integrations.transformers.attention import fast_attention_forward
     from fastattention.integrations.transformers.block_sparse import PrefillLayer, sparse_prefill
     from fastattention.integrations.transformers.cache import FastAttentionCache
+    from fastattention.integrations.transformers.indexers import serve_masks_of_indices
     from fastattention.integrations.transformers.linear_attention import serve_linear_attention
     from fastattention.integrations.transformers.mask_function import fast_attention_mask
     from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
@@ -53,7 +54,7 @@ def register() -> None:
     """Registers "fast_attention" with Transformers. Importing this module does it; calling it again changes nothing."""
     AttentionInterface.register(NAME, fast_attention_forward)
     AttentionMaskInterface.register(NAME, fast_attention_mask)
-    refuse_tables(NAME)
+    refuse_tables(NAME, serve_masks_of_indices)
 
 
 register()

@@ -19,6 +19,7 @@ from fastattention.integrations.transformers.masks import (
     DenseMask,
     Functions,
     Scores,
+    SelectedKeys,
     SequenceMask,
     Window,
     attend_dense,
@@ -90,6 +91,8 @@ def fast_attention_forward(
         _check_unsupported(kwargs)
         if sequences is not None and not (indices is None and block_indices is None):
             check_sequences(attention_mask)
+    if isinstance(attention_mask, SelectedKeys):
+        indices = attention_mask.indices
     if indices is not None:
         check_selected(attention_mask, indices, query, key)
         if indices.shape[-1] >= key.shape[2]:

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers.cache_layers import IndexedLayer, StoredLayer, WindowLayer
+from fastattention.integrations.transformers.indexers import builds_masks_of_indices
 from fastattention.integrations.transformers.latents import joined, serve_latents
 from fastattention.integrations.transformers.model_source import import_modeling
 from fastattention.integrations.transformers.stored import NewTokens, PaddingOf, StoredTokens
@@ -292,6 +293,10 @@ def keeps_latents(config: PretrainedConfig) -> bool:
     if getattr(config, "kv_lora_rank", None) is None:
         return False
     import_modeling(type(config))
+    if builds_masks_of_indices(config):
+        raise ArgumentError(
+            f"the indexer of a {type(config).__name__} reads the keys of its cache itself: use a DynamicCache"
+        )
     return serve_latents(config)
 
 

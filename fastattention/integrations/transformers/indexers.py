@@ -3,6 +3,7 @@
 Their indexers end with the same statements, which score every key for every query and head in float32: 64 GiB for a
 prompt of 16,384 tokens. Here these statements give way to `fast_indexer_func`, whose memory is bounded. So the mask
 may be a SequenceMask. An indexer that ends in any other way stays as it is, and gets the matrix that it computes with.
+GLM-5 Next, whose indexer pools keys, makes a matrix of its indices. Here it hands on the indices instead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from torch import Tensor, nn
 
 from fastattention.errors import ArgumentError
 from fastattention.indexer import fast_indexer_func
-from fastattention.integrations.transformers.masks import CachedMask, DenseMask, SequenceMask, VarlenMask
+from fastattention.integrations.transformers.latents import serve_latents
+from fastattention.integrations.transformers.masks import (
+    CachedMask,
+    DenseMask,
+    SelectedKeys,
+    SequenceMask,
+    VarlenMask,
+    matrix_of,
+)
 from fastattention.integrations.transformers.model_source import (
     MASK,
     asks_interface,
@@ -45,6 +54,7 @@ else:
 topk = min(self.index_topk, index_scores.shape[-1])
 return index_scores.topk(topk, dim=-1).indices.to(torch.int32)
 """
+_BUILDER = "build_attention_mask_from_topk"  # of GLM-5 Next
 _SELECT = "__select_keys"  # the name of select_keys in the changed forward
 
 
@@ -57,6 +67,38 @@ def serve_indexers(config_class: type) -> bool:
     members: list[Any] = [x for x in vars(modeling).values() if isinstance(x, type) and issubclass(x, nn.Module)]
     changed = [_change(member, modeling) for member in members if member.__name__.endswith("Indexer")]
     return any(changed) and all(changed) and _only_indexers_compute(modeling)
+
+
+def serve_masks_of_indices(config: object) -> None:
+    """Makes modules that turn indices into a mask hand on SelectedKeys, and latents, with this configuration."""
+    if builds_masks_of_indices(config):
+        serve_latents(config)
+
+
+@once_for_each_class
+def builds_masks_of_indices(config_class: type) -> bool:
+    """Whether modules of a model make masks of indices, which are changed for fast_attention if they do."""
+    modeling = modeling_of(config_class)
+    members: list[Any] = [] if modeling is None else [x for x in vars(modeling).values() if isinstance(x, type)]
+    builders = [member for member in members if _BUILDER in vars(member)]
+    for member in builders:
+        build = vars(member)[_BUILDER]
+        if not hasattr(build, "hands_on_indices"):
+            setattr(member, _BUILDER, _handing_on(build))
+    return bool(builders)
+
+
+def _handing_on(build: Any) -> Any:
+    @functools.wraps(build)
+    def handed_on(self: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Any:
+        if self.config._attn_implementation != NAME:
+            return build(self, topk_indices, query_states, kv_length)
+        indices = topk_indices.sort(dim=-1, descending=True).values  # -1 stands last
+        shape = (indices.shape[0], 1, indices.shape[1], kv_length)
+        return SelectedKeys(shape, False, (-1, -1), functools.partial(matrix_of, indices, kv_length), indices)
+
+    handed_on.hands_on_indices = True  # type: ignore[attr-defined]
+    return handed_on
 
 
 def select_keys(q: Tensor, k: Tensor, weights: Tensor, mask: SequenceMask, topk: int) -> Tensor:

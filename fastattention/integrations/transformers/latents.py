@@ -95,7 +95,7 @@ class Latents:
         batch_size, _, seqlen_k, _ = self._kv.shape
         first = torch.arange(batch_size, device=indices.device).view(-1, 1, 1) * seqlen_k
         rows = first + indices.clamp(min=0)
-        return torch.cat([part.reshape(-1, part.shape[-1])[rows] for part in (self._kv, self._rotated)], dim=-1)
+        return torch.cat([part.flatten(0, 2)[rows] for part in (self._kv, self._rotated)], dim=-1)
 
     def projected(self, out: Tensor) -> Tensor:
         """The result of all heads, (batch_size, seqlen_q, nheads, headdim_v), from that over latents."""

@@ -126,6 +126,23 @@ class SequenceMask:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class SelectedKeys(SequenceMask):
+    """Each query sees the keys of its indices, and no others."""
+
+    indices: Tensor  # int32 (batch_size, seqlen_q, topk), -1 after the others
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scores: Scores) -> Tensor:
+        return self._attend_as_tensor(q, k, v, bias, scores)
+
+
+def matrix_of(indices: Tensor, seqlen_k: int) -> Tensor:
+    """True at the indices (batch_size, seqlen_q, topk) of each query: bool (batch_size, 1, seqlen_q, seqlen_k)."""
+    columns = torch.where(indices < 0, seqlen_k, indices).long()
+    seen = indices.new_zeros((*indices.shape[:2], seqlen_k + 1), dtype=torch.bool).scatter(-1, columns, True)
+    return seen[:, None, :, :-1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class DenseMask(SequenceMask):
     """All sequences use the first num_keys keys. Any others are free places of a static cache."""
 

@@ -135,8 +135,10 @@ def import_modeling(config_class: type) -> None:
         importlib.import_module(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
 
 
-def refuse_tables(*names: str) -> None:
-    """Makes models that look implementations up in a table of their own refuse `names` from now on.
+def refuse_tables(name: str, prepare: Callable[[object], object] = lambda config: None) -> None:
+    """Makes models that look implementations up in a table of their own refuse `name` from now on.
+
+    prepare: called with the configuration of each model that is to have this implementation, before its first pass
 
     Such tables (falcon, gpt_neo, sam and others) have only "eager", "sdpa" and flash-attn, and any other name would be
     a KeyError. Transformers asks every model for its implementation before its layers are made, and layers look into
@@ -144,12 +146,12 @@ def refuse_tables(*names: str) -> None:
     """
     ask = PreTrainedModel.get_correct_attn_implementation
     if getattr(ask, "refused", None) is None:
-        ask = _with_refusals(ask, set())
+        ask = _with_refusals(ask, {})
         PreTrainedModel.get_correct_attn_implementation = ask  # type: ignore[method-assign]
-    ask.refused.update(names)  # type: ignore[attr-defined]
+    ask.refused[name] = prepare  # type: ignore[attr-defined]
 
 
-def _with_refusals(ask: Callable[..., str], refused: set[str]) -> Any:
+def _with_refusals(ask: Callable[..., str], refused: dict[str, Callable[[object], object]]) -> Any:
     @functools.wraps(ask)
     def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
         try:
@@ -160,6 +162,7 @@ def _with_refusals(ask: Callable[..., str], refused: set[str]) -> Any:
                 error.args = (f"{error} fastattention is {named}.",)
             raise
         if implementation in refused:
+            refused[implementation](getattr(self, "config", None))
             for table in _tables(type(self)):
                 refusal = table.setdefault(implementation, _Refusal(implementation, {}))
                 if isinstance(refusal, _Refusal):  # other entries are a user's own

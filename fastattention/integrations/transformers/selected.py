@@ -18,6 +18,7 @@ from fastattention.integrations.transformers.masks import (
     VarlenMask,
     attend_dense,
     combine,
+    matrix_of,
 )
 from fastattention.integrations.transformers.stored import StoredTokens
 
@@ -49,9 +50,7 @@ def check_sequences(mask: SequenceMask | Tensor | None) -> None:
 def with_selected(mask: SequenceMask | Tensor, indices: Tensor, seqlen_k: int) -> Tensor:
     """The mask with all keys hidden that were not selected, as models with an indexer make it for eager attention."""
     mask = mask if isinstance(mask, Tensor) else mask.as_tensor()
-    columns = torch.where(indices < 0, seqlen_k, indices).long()
-    seen = indices.new_zeros((*indices.shape[:2], seqlen_k + 1), dtype=torch.bool).scatter(-1, columns, True)
-    seen = seen[:, None, :, :-1]
+    seen = matrix_of(indices, seqlen_k)
     return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 

@@ -88,11 +88,18 @@ def test_linear_layers_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch)
     assert {name for name, said in result["checks"].items() if said.startswith("differs by")} > {"gradients", "greedy"}
 
 
-def test_what_becomes_of_latents_is_recorded() -> None:
-    assert sweep("deepseek_v3")["latents"] == ["expanded", "absorbed"]
-    result = sweep("deepseek_v32")
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("deepseek_v3", []),
+        ("deepseek_v32", ["selected keys", "masked keys", "indexer"]),
+        ("glm5_next", ["selected keys", "masked keys"]),  # its indexer pools keys
+    ],
+)
+def test_what_becomes_of_latents_is_recorded(model_type: str, more: list[str]) -> None:
+    result = sweep(model_type)
     assert not results.is_failure(result)
-    assert result["latents"] == ["expanded", "absorbed", "selected keys", "masked keys", "indexer"]
+    assert result["latents"] == ["expanded", "absorbed", *more]
 
 
 def test_a_type_that_needs_other_inputs_is_not_tried() -> None:

@@ -133,7 +133,10 @@ def test_a_token_reads_the_keys_of_few_pools_and_of_the_last_ones() -> None:
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
     found = []
-    with torch.no_grad(), mock.patch.object(attention, "attend_to_gathered", wraps=selected.attend_to_gathered) as calls:
+    with (
+        torch.no_grad(),
+        mock.patch.object(attention, "attend_to_gathered", wraps=selected.attend_to_gathered) as calls,
+    ):
         for model in (tiny.eager, tiny.fast()):
             cache = DynamicCache(config=model.config.get_text_config())
             model(ids[:, :8], attention_mask=mask[:, :8], **{CACHE_ARGUMENT: cache})

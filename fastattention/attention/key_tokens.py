@@ -48,14 +48,13 @@ class KeyTokens(NamedTuple):
         """A bound of the tokens of a sequence, from shapes alone."""
         return self.seqlen * (1 if self.block_table is None else self.block_table.shape[1])
 
-    def lengths(self, q: TensorSpec, batch_size: int) -> Tensor:
-        """Tokens of each sequence that there are, int32 (batch_size,), after checks of all but values."""
-        self.check(q, batch_size)
+    def lengths(self, batch_size: int, device: torch.device) -> Tensor:
+        """Tokens of each sequence that there are, int32 (batch_size,)."""
         if self.used is not None:
             return self.used
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff()
-        return torch.full((batch_size,), self.seqlen, dtype=torch.int32, device=q.device)
+        return torch.full((batch_size,), self.seqlen, dtype=torch.int32, device=device)
 
     def check(self, q: TensorSpec, batch_size: int) -> None:
         """Checks shapes, dtypes and devices."""

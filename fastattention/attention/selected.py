@@ -211,7 +211,8 @@ def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool, key_b
     rows = torch.arange(total_q, dtype=torch.int32, device=q.device)
     sequences = torch.searchsorted(queries.cu_seqlens[1:], rows, right=True)
     tokens = keys.tokens
-    lengths_k = tokens.lengths(q, batch_size)
+    tokens.check(q, batch_size)
+    lengths_k = tokens.lengths(batch_size, q.device)
     is_checked = lengths.are_checked(queries.rows) and runs_eagerly(queries.rows, indices)
     if is_checked:
         lengths.check_cu_seqlens("cu_seqlens_q", queries.cu_seqlens, total_q)

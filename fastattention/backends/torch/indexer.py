@@ -60,7 +60,7 @@ def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
 def _write_best(indices: Tensor, scores: Tensor, hidden: Tensor) -> None:
     """Writes the keys of the greatest scores to indices, which are -1."""
     count = min(indices.shape[1], scores.shape[1])
-    # Of two sorts the second keeps the order of the first: keys that are hidden come last, even if others are -inf.
+    # The second sort keeps the order of the first: keys that are hidden come last, even if others are -inf.
     order = scores.sort(dim=1, descending=True, stable=True).indices
     order = order.gather(1, hidden.gather(1, order).sort(dim=1, stable=True).indices)[:, :count]
     is_hidden = hidden.gather(1, order)

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastattention.errors import ArgumentError
 from fastattention.indexer import fast_indexer_func
@@ -35,6 +35,7 @@ from fastattention.integrations.transformers.model_source import (
     asks_interface,
     is_computation,
     modeling_of,
+    modules_of,
     once_for_each_class,
 )
 from fastattention.integrations.transformers.versions import NAME
@@ -64,8 +65,7 @@ def serve_indexers(config_class: type) -> bool:
     modeling = modeling_of(config_class)
     if modeling is None:
         return False
-    members: list[Any] = [x for x in vars(modeling).values() if isinstance(x, type) and issubclass(x, nn.Module)]
-    changed = [_change(member, modeling) for member in members if member.__name__.endswith("Indexer")]
+    changed = [_change(one, modeling) for one in modules_of(config_class) if one.__name__.endswith("Indexer")]
     return any(changed) and all(changed) and _only_indexers_compute(modeling)
 
 
@@ -78,13 +78,11 @@ def serve_masks_of_indices(config: object) -> None:
 @once_for_each_class
 def builds_masks_of_indices(config_class: type) -> bool:
     """Whether modules of a model make masks of indices, which are changed for fast_attention if they do."""
-    modeling = modeling_of(config_class)
-    members: list[Any] = [] if modeling is None else [x for x in vars(modeling).values() if isinstance(x, type)]
-    builders = [member for member in members if _BUILDER in vars(member)]
-    for member in builders:
-        build = vars(member)[_BUILDER]
+    builders = [module for module in modules_of(config_class) if _BUILDER in vars(module)]
+    for module in builders:
+        build = vars(module)[_BUILDER]
         if not hasattr(build, "hands_on_indices"):
-            setattr(member, _BUILDER, _handing_on(build))
+            setattr(module, _BUILDER, _handing_on(build))
     return bool(builders)
 
 

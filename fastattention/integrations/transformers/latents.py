@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastattention.engine.checks import needs_grad
 from fastattention.engine.eager import autocast_dtype
 from fastattention.errors import UnsupportedError
-from fastattention.integrations.transformers.model_source import modeling_of, once_for_each_class
+from fastattention.integrations.transformers.model_source import modules_of, once_for_each_class
 from fastattention.integrations.transformers.stored import StoredTokens
 from fastattention.integrations.transformers.versions import NAME
 
@@ -118,9 +118,7 @@ def serve_latents(config_class: type) -> bool:
 
     Returns whether the model has such modules.
     """
-    modeling = modeling_of(config_class)
-    members = [] if modeling is None else list(vars(modeling).values())
-    modules: list[Any] = [member for member in members if isinstance(member, type) and issubclass(member, nn.Module)]
+    modules = modules_of(config_class)
     for module in modules:
         expand_kv = vars(module).get("expand_kv")
         if expand_kv is not None and not hasattr(expand_kv, "hands_on_latents"):

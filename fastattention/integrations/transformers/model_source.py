@@ -124,15 +124,25 @@ def _is_mask(node: ast.AST) -> bool:
 
 def modeling_of(config_class: type) -> ModuleType | None:
     """The module of the model with this configuration, if it has been imported."""
-    package, _, module = config_class.__module__.rpartition(".")
-    return sys.modules.get(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
+    return sys.modules.get(_modeling_name(config_class))
+
+
+def modules_of(config_class: type) -> list[Any]:
+    """The classes of torch modules in `modeling_of`."""
+    members = [] if (modeling := modeling_of(config_class)) is None else list(vars(modeling).values())
+    return [member for member in members if isinstance(member, type) and issubclass(member, nn.Module)]
 
 
 def import_modeling(config_class: type) -> None:
     """Imports the module of the model with this configuration, which Transformers does when a model is made."""
+    name = _modeling_name(config_class)
+    if name.startswith("transformers."):
+        importlib.import_module(name)
+
+
+def _modeling_name(config_class: type) -> str:
     package, _, module = config_class.__module__.rpartition(".")
-    if package.startswith("transformers."):
-        importlib.import_module(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
+    return f"{package}.{module.replace('configuration_', 'modeling_', 1)}"
 
 
 def refuse_tables(name: str, prepare: Callable[[object], object] = lambda config: None) -> None:

@@ -51,18 +51,18 @@ class StoredTokens:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of keys with the new ones: (batch_size, nheads_k, seqlen_k, headdim)."""
+        """The shape of keys with the new ones: (batch_size, nheads_k, seqlen_k, headdim)."""
         batch_size, seqlen_new, nheads_k, headdim = self._new.k.shape
         return batch_size, nheads_k, self._store.length_of(self._index) + seqlen_new, headdim
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of keys and values."""
+        """The dtype of keys and values."""
         return self._new.k.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of new keys and values."""
+        """The device of new keys and values."""
         return self._new.k.device
 
     def __getattr__(self, name: str) -> Any:

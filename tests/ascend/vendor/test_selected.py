@@ -142,7 +142,7 @@ def test_a_block_table_may_hold_anything_behind_its_keys() -> None:
     problem, inputs = cache_call()
     call, found = recorded(problem, inputs)
     check(problem, inputs, found)
-    # Of 30 slots, 12 are named: these are the keys, in the order of the table.
+    # The table names 12 of 30 slots: these are the keys, in its order.
     assert call.arguments["sparse_indices"][:, 0].tolist() == [[0, 1, 2, -1], [-1] * 4, [8, 9, 10, 11]]
 
 

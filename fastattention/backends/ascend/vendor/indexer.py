@@ -28,6 +28,7 @@ from torch import Tensor
 from fastattention.backends.ascend.vendor.masks import SparseMode
 from fastattention.backends.ascend.vendor.operators import INDEXER, OperatorCall, run
 from fastattention.indexer.problem import IndexerInputs, IndexerOutput, IndexerProblem
+from fastattention.indexer.validation import key_tokens
 
 _HEADDIM = 128  # [L]
 _MAX_HEADS = 64  # [L]: on A2 and A3
@@ -146,12 +147,7 @@ def _multiples(step: int, count: int, device: torch.device) -> Tensor:
 
 
 def _lengths_k(problem: IndexerProblem, inputs: IndexerInputs) -> Tensor:
-    """Keys of each sequence that there are, int32 (batch_size,)."""
-    if inputs.seqused_k is not None:
-        return inputs.seqused_k
-    if inputs.cu_seqlens_k is not None:
-        return inputs.cu_seqlens_k.diff()
-    return inputs.q.new_full((problem.batch_size,), problem.k_seqlen, dtype=torch.int32)
+    return key_tokens(inputs).lengths(problem.batch_size, inputs.q.device)
 
 
 def _keys_seen(problem: IndexerProblem, inputs: IndexerInputs) -> Tensor:

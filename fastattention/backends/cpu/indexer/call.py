@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from fastattention.backends.common.indexer import shared_params
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.cpu.headers import DTYPE_CODES, STRUCTS, pointer_packer
 from fastattention.backends.cpu.library import load_library
@@ -19,25 +20,8 @@ class CpuIndexerCall:
     """The indexer for tensors with the strides of `inputs`. Any number of threads may call it at a time."""
 
     def __init__(self, problem: IndexerProblem, inputs: IndexerInputs) -> None:
-        q_row, q_head, _ = inputs.q.stride()
-        k_batch, k_row, _ = inputs.k.stride()
         template = CpuIndexerParams.template(
-            dtype=DTYPE_CODES[problem.dtype],
-            total_q=problem.total_q,
-            batch_size=problem.batch_size,
-            seqlen_q=problem.seqlen_q,
-            nheads=problem.nheads,
-            headdim=problem.headdim,
-            k_seqlen=problem.k_seqlen,
-            q_stride_row=q_row,
-            q_stride_head=q_head,
-            k_stride_batch=k_batch,
-            k_stride_row=k_row,
-            weights_stride_row=inputs.weights.stride(0),
-            block_table_stride=0 if inputs.block_table is None else inputs.block_table.stride(0),
-            topk=problem.topk,
-            causal=problem.causal,
-            num_threads=0,
+            **shared_params(problem, inputs), dtype=DTYPE_CODES[problem.dtype], total_q=problem.total_q, num_threads=0
         )
         self._params = CpuIndexerParams.from_buffer_copy(template)
         self._params_at = ctypes.addressof(self._params)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.indexer import shared_params
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.cuda.attention.launches import divisor
 from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
@@ -70,29 +71,15 @@ class IndexerCall:
     def _template(self, inputs: IndexerInputs, first: int, rows: int) -> bytes:
         """All parameters but addresses."""
         problem, division = self._problem, self._division
-        q_row, q_head, _ = inputs.q.stride()
-        k_batch, k_row, _ = inputs.k.stride()
         return IndexerParams.template(
-            q_stride_row=q_row,
-            q_stride_head=q_head,
-            k_stride_batch=k_batch,
-            k_stride_row=k_row,
-            weights_stride_row=inputs.weights.stride(0),
-            block_table_stride=0 if inputs.block_table is None else inputs.block_table.stride(0),
-            scores_stride=division.stride,
-            batch_size=problem.batch_size,
-            seqlen_q=problem.seqlen_q,
-            nheads=problem.nheads,
-            headdim=inputs.q.shape[-1],
-            k_seqlen=problem.k_seqlen,
+            **shared_params(problem, inputs),
             **divisor("page", problem.k_seqlen),
+            scores_stride=division.stride,
             most_keys=problem.most_keys,
             first_row=first,
             num_rows=rows,
             row_tiles=_row_tiles(rows, division.config.queries),
             part_keys=division.part_keys,
-            topk=problem.topk,
-            causal=problem.causal,
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattention.attention.validation import lengths
 from fastattention.engine.checks import TensorSpec, check_index, check_rank, spec_of
+from fastattention.engine.offsets import key_counts
 from fastattention.errors import ArgumentError
 
 
@@ -50,11 +51,7 @@ class KeyTokens(NamedTuple):
 
     def lengths(self, batch_size: int, device: torch.device) -> Tensor:
         """Tokens of each sequence that there are, int32 (batch_size,)."""
-        if self.used is not None:
-            return self.used
-        if self.cu_seqlens is not None:
-            return self.cu_seqlens.diff()
-        return torch.full((batch_size,), self.seqlen, dtype=torch.int32, device=device)
+        return key_counts(self.used, self.cu_seqlens, batch_size, self.seqlen, device)
 
     def check(self, q: TensorSpec, batch_size: int) -> None:
         """Checks shapes, dtypes and devices."""

@@ -62,6 +62,17 @@ def spans(batch_size: int, seqlen: int, cu_seqlens: Tensor | None) -> list[tuple
     return [(0, first, last) for first, last in itertools.pairwise(offsets)]
 
 
+def key_counts(
+    used: Tensor | None, cu_seqlens: Tensor | None, batch_size: int, seqlen: int, device: torch.device
+) -> Tensor:
+    """Keys of each sequence that there are, int32 (batch_size,). seqlen: of all, where neither tensor is given."""
+    if used is not None:
+        return used
+    if cu_seqlens is not None:
+        return cu_seqlens.diff()
+    return torch.full((batch_size,), seqlen, dtype=torch.int32, device=device)
+
+
 def recheck_offsets(seqlen: int) -> Callable[[Any, object], Any]:
     """`Operator.recheck` of varlen calls with this many tokens: their offsets may differ from call to call."""
 

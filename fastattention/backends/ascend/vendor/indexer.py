@@ -27,8 +27,8 @@ from torch import Tensor
 
 from fastattention.backends.ascend.vendor.masks import SparseMode
 from fastattention.backends.ascend.vendor.operators import INDEXER, OperatorCall, run
+from fastattention.engine.offsets import key_counts
 from fastattention.indexer.problem import IndexerInputs, IndexerOutput, IndexerProblem
-from fastattention.indexer.validation import key_tokens
 
 _HEADDIM = 128  # [L]
 _MAX_HEADS = 64  # [L]: on A2 and A3
@@ -147,7 +147,8 @@ def _multiples(step: int, count: int, device: torch.device) -> Tensor:
 
 
 def _lengths_k(problem: IndexerProblem, inputs: IndexerInputs) -> Tensor:
-    return key_tokens(inputs).lengths(problem.batch_size, inputs.q.device)
+    """Keys of each sequence that there are, int32 (batch_size,)."""
+    return key_counts(inputs.seqused_k, inputs.cu_seqlens_k, problem.batch_size, problem.k_seqlen, inputs.q.device)
 
 
 def _keys_seen(problem: IndexerProblem, inputs: IndexerInputs) -> Tensor:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fastattention.attention.validation import lengths
 from fastattention.engine.checks import TensorSpec, check_index, check_rank, spec_of
-from fastattention.engine.offsets import key_counts
 from fastattention.errors import ArgumentError
 
 
@@ -48,10 +46,6 @@ class KeyTokens(NamedTuple):
     def most(self) -> int:
         """A bound of the tokens of a sequence, from shapes alone."""
         return self.seqlen * (1 if self.block_table is None else self.block_table.shape[1])
-
-    def lengths(self, batch_size: int, device: torch.device) -> Tensor:
-        """Tokens of each sequence that there are, int32 (batch_size,)."""
-        return key_counts(self.used, self.cu_seqlens, batch_size, self.seqlen, device)
 
     def check(self, q: TensorSpec, batch_size: int) -> None:
         """Checks shapes, dtypes and devices."""

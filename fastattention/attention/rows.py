@@ -14,9 +14,18 @@ class Rows(NamedTuple):
     """Tokens of a varlen batch, or those of a batch of one length, concatenated."""
 
     rows: Tensor  # (total, heads, headdim)
-    cu_seqlens: Tensor  # int32 (batch_size + 1,)
+    offsets: Tensor | None  # int32 (batch_size + 1,), as given; None for a batch of one length
     longest: int  # a bound of the longest sequence: finding it would synchronize
     batch: torch.Size | None  # (batch_size, seqlen) of a batch of one length
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """The offsets of sequences, int32 (batch_size + 1,), which a batch of one length computes anew."""
+        if self.offsets is not None:
+            return self.offsets
+        assert self.batch is not None
+        batch_size, seqlen = self.batch
+        return torch.arange(batch_size + 1, dtype=torch.int32, device=self.rows.device) * seqlen
 
     def back(self, result: Any) -> Any:
         """Out, or (out, lse, None), of these queries in the layout in which they were given."""
@@ -39,6 +48,5 @@ def as_rows(name: str, tensor: Tensor, cu_seqlens: Tensor | None = None, longest
         check_rank(name, spec, "total, heads, headdim")
         return Rows(tensor, cu_seqlens, spec.shape[0] if longest is None else longest, None)
     check_rank(name, spec, "batch_size, seqlen, heads, headdim")
-    batch_size, seqlen = batch = spec.shape[:2]
-    offsets = torch.arange(batch_size + 1, dtype=torch.int32, device=spec.device) * seqlen
-    return Rows(tensor.flatten(0, 1), offsets, seqlen, batch)
+    batch = spec.shape[:2]
+    return Rows(tensor.flatten(0, 1), None, batch[1], batch)

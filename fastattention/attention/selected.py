@@ -18,7 +18,9 @@ from fastattention.attention.key_tokens import KeyTokens
 from fastattention.attention.operators import ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput
 from fastattention.attention.rows import Rows, as_rows
-from fastattention.attention.validation import KvCacheArguments, lengths
+from fastattention.attention.selection.operators import SELECTION, SelectionOptions
+from fastattention.attention.selection.problem import SelectionInputs, SelectionOutput
+from fastattention.attention.validation import KvCacheArguments
 from fastattention.attention.validation.common import read_options
 from fastattention.engine.checks import check_device, read_flag, read_int, spec_of
 from fastattention.engine.eager import runs_eagerly
@@ -74,13 +76,13 @@ def fast_attn_selected_func(
         keys = _KeySlots.of(tokens, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
         of_heads = _of_heads(queries, indices, keys.k.shape[2], sinks)
         keys = keys.of_each_head() if of_heads else keys
-        chosen = _chosen(queries, keys, indices, read_flag("causal", causal), _read_block(key_block))
+        selected = _select(queries, keys, indices, read_flag("causal", causal), _read_block(key_block))
     except (RuntimeError, TypeError):
         check_readable({"q": q, "k": k, "v": v, "indices": indices})
         raise
-    rows = queries.rows.view(chosen.counts.shape[0], -1, q.shape[-1]) if of_heads else queries.rows
+    rows = queries.rows.view(selected.counts.shape[0], -1, q.shape[-1]) if of_heads else queries.rows
     given = KvCacheArguments(
-        rows[:, None], keys.k, keys.v, cache_seqlens=chosen.counts, block_table=chosen.slots, sinks=sinks,
+        rows[:, None], keys.k, keys.v, cache_seqlens=selected.counts, block_table=selected.slots, sinks=sinks,
         k_scale=keys.k_scale, v_scale=keys.v_scale,
     )  # fmt: skip
     options = read_options(softmax_scale, False, (-1, -1), softcap, return_lse=return_lse)
@@ -168,13 +170,6 @@ def _as_slots(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
     ], step
 
 
-class _Chosen(NamedTuple):
-    """The keys of each query."""
-
-    slots: Tensor  # int32 (rows, topk): the first `counts` of each row are slots, in the order of indices
-    counts: Tensor  # int32 (rows,): rows are queries, or key heads of queries
-
-
 def _read_block(value: object) -> int:
     key_block = read_int("key_block", value)
     if key_block < 1:
@@ -202,67 +197,16 @@ def _of_heads(queries: Rows, indices: Tensor, nheads_k: int, sinks: Tensor | Non
     return len(rest) == 2
 
 
-def _chosen(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool, key_block: int) -> _Chosen:
-    """Drops what is no key, and finds the slots of the others."""
-    q = spec_of("q", queries.rows)
-    total_q, batch_size = q.shape[0], queries.cu_seqlens.shape[0] - 1
-    heads, of_token, of_head = keys.head_steps or (1, 1, 0)
-    indices = indices.reshape(total_q, heads, indices.shape[-1])
-    rows = torch.arange(total_q, dtype=torch.int32, device=q.device)
-    sequences = torch.searchsorted(queries.cu_seqlens[1:], rows, right=True)
+def _select(queries: Rows, keys: _KeySlots, indices: Tensor, causal: bool, key_block: int) -> SelectionOutput:
+    """The slots of the keys of each query, or of each key head of a query."""
+    heads, token_step, head_step = keys.head_steps or (1, 1, 0)
     tokens = keys.tokens
-    tokens.check(q, batch_size)
-    lengths_k = tokens.lengths(batch_size, q.device)
-    is_checked = lengths.are_checked(queries.rows) and runs_eagerly(queries.rows, indices)
-    if is_checked:
-        lengths.check_cu_seqlens("cu_seqlens_q", queries.cu_seqlens, total_q)
-        tokens.check_numbers(batch_size)
-    limits = lengths_k[sequences]
-    if is_checked:
-        _check_indices(indices, limits, key_block)
-    if causal:
-        limits = limits - (queries.cu_seqlens[1:][sequences] - 1 - rows)
-    if key_block > 1:
-        within = torch.arange(key_block, dtype=indices.dtype, device=q.device)
-        # -1 stays below all keys.
-        indices = (indices[..., None] * key_block + torch.where(indices[..., None] < 0, 0, within)).flatten(2)
-    # Dropping costs more than all else. Where numbers may be read, it is left out if there is nothing to drop.
-    drops = not (is_checked and _are_within(indices, limits))
-    seen = (indices >= 0) & (indices < limits[:, None, None]) if drops else None
-    positions = indices if seen is None else torch.where(seen, indices, 0)
-    if tokens.block_table is not None:
-        pages = tokens.block_table[sequences[:, None, None], positions // tokens.seqlen]
-        slots = pages * keys.step + positions % tokens.seqlen
-    else:
-        first = sequences * keys.step if tokens.cu_seqlens is None else tokens.cu_seqlens[sequences]
-        slots = first[:, None, None] + positions
-    if heads > 1 or of_token > 1:
-        slots = slots * of_token + torch.arange(heads, device=q.device)[:, None] * of_head
-    slots, topk = slots.flatten(0, 1).to(torch.int32), indices.shape[2]
-    if seen is None:
-        return _Chosen(slots, torch.full((slots.shape[0],), topk, dtype=torch.int32, device=q.device))
-    seen = seen.flatten(0, 1)
-    # Keys that are dropped go to a column behind those of each row.
-    table = torch.zeros(total_q * heads, topk + 1, dtype=torch.int32, device=q.device)
-    table.scatter_(1, torch.where(seen, seen.cumsum(1) - 1, topk), slots)
-    return _Chosen(table[:, :topk], seen.sum(1, dtype=torch.int32))
-
-
-def _are_within(indices: Tensor, limits: Tensor, least: int = 0) -> bool:
-    """Whether all of indices (total_q, heads, topk) are from `least` to below the limits (total_q,) of their rows."""
-    if indices.numel() == 0:
-        return True
-    low, high = indices.aminmax(dim=2)
-    return bool((low >= least).all() and (high < limits[:, None]).all())
-
-
-def _check_indices(indices: Tensor, lengths_k: Tensor, key_block: int) -> None:
-    """indices: (total_q, heads, topk)."""
-    limits = -(-lengths_k // key_block) if key_block > 1 else lengths_k
-    if _are_within(indices, limits, least=-1):
-        return
-    wrong = (indices < -1) | (indices >= limits[:, None, None])
-    row, head, column = (int(x) for x in wrong.nonzero()[0])
-    key, count = int(indices[row, head, column]), int(lengths_k[row])
-    what = "key" if key_block == 1 else f"block of {key_block} keys"
-    raise ArgumentError(f"indices name {what} {key} for query {row}, whose sequence has {count} keys; -1 is none")
+    given = SelectionInputs(
+        indices.reshape(queries.rows.shape[0], heads, indices.shape[-1]),
+        queries.offsets, tokens.cu_seqlens, tokens.used, tokens.block_table,
+    )  # fmt: skip
+    batch_size = 0 if queries.batch is None else queries.batch[0]
+    options = SelectionOptions(
+        batch_size, tokens.rows, tokens.seqlen, key_block, causal, keys.step, token_step, head_step
+    )
+    return SELECTION(given, options, "auto")

@@ -1,4 +1,4 @@
-"""NVRTC compiles the kernels of the indexer for their own code path, and they fit their registers."""
+"""NVRTC compiles the kernels of the indexer and the selection for their own code path, and they fit their registers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tiers import sampled, slow
 
 from fastattention.backends.cuda.indexer.config import TopKeysConfig
 from fastattention.backends.cuda.indexer.heuristics import choose
+from fastattention.backends.cuda.selection.backend import SelectionConfig
 from fastattention.engine.operator import request_of
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
@@ -49,3 +50,9 @@ def test_scores_spill_nothing(chip: str, seqlen_q: int, nheads: int, headdim: in
 @every_chip
 def test_the_choice_of_keys_spills_nothing(chip: str, num_warps: int) -> None:
     check_registers(TopKeysConfig(num_warps), chip)
+
+
+@pytest.mark.parametrize("wide_indices", [False, True], ids=["int32", "int64"])
+@every_chip
+def test_the_selection_of_slots_spills_nothing(chip: str, wide_indices: bool) -> None:
+    check_registers(SelectionConfig(wide_indices), chip)

@@ -19,6 +19,8 @@ DTYPE_CODES = {
     torch.float16: _CODES["FA_FLOAT16"],
     torch.int8: _CODES["FA_INT8"],
     torch.float8_e4m3fn: _CODES["FA_FLOAT8"],
+    torch.int32: _CODES["FA_INT32"],
+    torch.int64: _CODES["FA_INT64"],
 }
 
 # Every struct that Python hands to the library, by its name in C.

@@ -20,7 +20,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 14  # as in api.cpp
+_ABI_VERSION = 15  # as in api.cpp
 
 
 class Peaks(NamedTuple):
@@ -84,6 +84,10 @@ class Library:
             self._functions.fastattention_indexer, self._isa_index
         )
 
+        # Finds the slots of selected keys. Takes the arguments of `forward`, with FaSelectionParams. Returns -1, or the
+        # place of the first index that is no block of its sequence.
+        self.select_slots: Callable[[int, bytes, int], int] = self._functions.fastattention_select_slots
+
     def _check_version(self) -> None:
         abi = self._functions.fastattention_abi_version()
         found = {name: self._functions.fastattention_sizeof(name.encode()) for name in STRUCTS}
@@ -112,6 +116,7 @@ class Library:
                 (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64),
             ),
             "fastattention_indexer": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
+            "fastattention_select_slots": (int64, (ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),

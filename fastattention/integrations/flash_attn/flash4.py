@@ -137,9 +137,8 @@ def flash_attn_varlen_func(
         check_rank("k", spec_of("k", k), "num_blocks, page_block_size, nheads_k, headdim")
         longest = spec_of("page_table", page_table).shape[-1] * k.shape[1]
     else:
-        (k, cu_seqlens_k, longest, _), (v, *_) = (
-            as_rows(name, tensor, cu_seqlens_k, max_seqlen_k) for name, tensor in (("k", k), ("v", v))
-        )
+        keys, values = (as_rows(name, tensor, cu_seqlens_k, max_seqlen_k) for name, tensor in (("k", k), ("v", v)))
+        k, v, cu_seqlens_k, longest = keys.rows, values.rows, keys.cu_seqlens, keys.longest
     result = fast_attn_varlen_func(
         queries.rows, k, v, queries.cu_seqlens, cu_seqlens_k, queries.longest, longest, softmax_scale=softmax_scale,
         causal=causal, window_size=window, softcap=softcap, deterministic=deterministic, block_table=page_table,

@@ -16,6 +16,7 @@
 #include "indexer/driver.hpp"
 #include "kernels.hpp"
 #include "linear/driver.hpp"
+#include "selection/driver.hpp"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -39,7 +40,7 @@ Params with_addresses(const Params& shared, const void* addresses, int64_t num_t
 
 // Loading a library of another version fails. Increase it when a params.h, the values that a field may take, or a function
 // below changes.
-FA_EXPORT int64_t fastattention_abi_version() { return 14; }
+FA_EXPORT int64_t fastattention_abi_version() { return 15; }
 
 // Size of a struct of params.h in bytes, which loading compares with the header that Python reads; 0 for an unknown name.
 FA_EXPORT int64_t fastattention_sizeof(const char* name) {
@@ -51,6 +52,7 @@ FA_EXPORT int64_t fastattention_sizeof(const char* name) {
     if (wanted == "FaConvolutionParams") return sizeof(FaConvolutionParams);
     if (wanted == "FaConvolutionGradients") return sizeof(FaConvolutionGradients);
     if (wanted == "FaIndexerParams") return sizeof(FaIndexerParams);
+    if (wanted == "FaSelectionParams") return sizeof(FaSelectionParams);
     return 0;
 }
 
@@ -107,6 +109,11 @@ FA_EXPORT int64_t fastattention_indexer(int64_t isa, const FaIndexerParams* shar
                                         int64_t num_threads) {
     const FaIndexerParams params = with_addresses(*shared, addresses, num_threads);
     return index_keys(kernels_of(isa).indexer, params) ? 0 : 1;
+}
+
+// Finds the slots of the keys that indices name. Returns -1, or the place of the first index that is no block of its sequence.
+FA_EXPORT int64_t fastattention_select_slots(const FaSelectionParams* shared, const void* addresses, int64_t num_threads) {
+    return select_slots(with_addresses(*shared, addresses, num_threads));
 }
 
 // Prepares a call with a dense cache and lse, to be run later; null if memory ran out. fastattention_release frees it.

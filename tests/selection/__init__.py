@@ -1,0 +1,1 @@
+"""The selection: every backend against slots found one by one."""

@@ -27,6 +27,9 @@ class EmulatedSelection(OneChip, CudaSelectionBackend):
         return []
 
 
+SOME = torch.arange(11) % 3 == 0
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_slots_are_right(case: Case) -> None:
     check(EmulatedSelection(), case)
@@ -39,16 +42,13 @@ def test_slots_do_not_depend_on_the_order_of_ctas_and_warps(name: str) -> None:
             check(EmulatedSelection(), CASES[name])
 
 
-@pytest.mark.parametrize("wrong", [40, 2**31 - 1, -2, -(2**31)])
+@pytest.mark.parametrize("wrong", [40, 2**31 - 1, -2, -(2**31), 2**62])
 def test_what_is_no_key_is_dropped_where_values_are_not_checked(wrong: int) -> None:
     for key_block in (1, 4):
-        given, options = Case(key_block=key_block).arguments()
-        expected = slots_of(EmulatedSelection(), given._replace(indices=given.indices.masked_fill(_SOME, -1)), options)
-        given = given._replace(indices=given.indices.masked_fill(_SOME, wrong))
+        given, options = Case(key_block=key_block, dtype=torch.int64 if wrong == 2**62 else torch.int32).arguments()
+        expected = slots_of(EmulatedSelection(), given._replace(indices=given.indices.masked_fill(SOME, -1)), options)
+        given = given._replace(indices=given.indices.masked_fill(SOME, wrong))
         assert slots_of(EmulatedSelection(), given, options) == expected
-
-
-_SOME = torch.arange(11) % 3 == 0
 
 
 def test_queries_after_the_last_sequence_see_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastattention.backends.cuda.attention.launches import divisor
+from fastattention.backends.cuda.common.numbers import divisor
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 12, 33, 64, 132, 1000, 65_535, 65_536, 2**30 + 1, 2**31 - 1])

@@ -20,6 +20,7 @@ from fastattention.backends.cuda.attention.config import (
 from fastattention.backends.cuda.attention.decode_heuristics import Split
 from fastattention.backends.cuda.attention.params import AppendParams, AttentionParams
 from fastattention.backends.cuda.attention.waves import NO_WAVES, Waves, choose_waves
+from fastattention.backends.cuda.common.numbers import divisor
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
@@ -141,19 +142,6 @@ def attention_template(
 def dropout_threshold(dropout_p: float) -> int:
     """The threshold of backends/common/dropout.py in the upper half of an int32."""
     return ((threshold(dropout_p) << 16) ^ 1 << 31) - (1 << 31)
-
-
-def divisor(name: str, size: int) -> dict[str, int]:
-    """Factors by which kernels divide by `size` (Divisor in numbers.cuh), int32: `name`_multiplier, `name`_shift.
-
-    They are zeros for sizes below 2.
-    """
-    multiplier = shift = 0
-    if size >= 2:
-        exponent = (size - 1).bit_length()
-        multiplier = (-(-(1 << 31 + exponent) // size) ^ 1 << 31) - (1 << 31)
-        shift = exponent - 1
-    return {f"{name}_multiplier": multiplier, f"{name}_shift": shift}
 
 
 def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:

@@ -9,8 +9,8 @@ import torch
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.indexer import shared_params
 from fastattention.backends.common.layout import pointers
-from fastattention.backends.cuda.attention.launches import divisor
 from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
+from fastattention.backends.cuda.common.numbers import divisor
 from fastattention.backends.cuda.indexer.heuristics import choose
 from fastattention.backends.cuda.indexer.params import IndexerParams
 from fastattention.gpu_runtime.chips import Limits

@@ -16,8 +16,8 @@ from fastattention.backends.common.c_struct import Params, params_of
 from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.common.selection import check_indices, limits_of, no_slots, shared_params
-from fastattention.backends.cuda.attention.launches import divisor
 from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
+from fastattention.backends.cuda.common.numbers import divisor
 from fastattention.gpu_runtime import device
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.gpu_runtime.variant import Entry, Variant

@@ -1,4 +1,4 @@
-"""The kernel of the selection, emulated, in every order of CTAs and warps."""
+"""The kernel of the selection, emulated, in every order of CTAs and warps; and attention to quantized selected keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch
 from emulated_backend import OneChip
 from emulator import Range
 from selection.cases import CASES, Case, check, slots_of
+from tiers import slow
+from unit.samples import quantized_selection
 
-from fastattention import ArgumentError
+from fastattention import ArgumentError, fast_attn_selected_func
 from fastattention.attention.selection.problem import SelectionProblem
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.selection.backend import CudaSelectionBackend
+from fastattention.engine.operator import request_of
 
 
 class EmulatedSelection(OneChip, CudaSelectionBackend):
@@ -76,3 +79,14 @@ def test_indices_are_checked_when_values_are(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_call_that_is_too_large_is_refused() -> None:
     problem = SelectionProblem(2**31, 1, 1, 1, 2**31, 5, 5, 1, False, 5, 1, 0, torch.device("cpu"), torch.int32)
     assert "are more than 2147483647" in str(EmulatedSelection().why_not(problem))
+
+
+@slow
+@pytest.mark.parametrize("backend", [emulator.EmulatedSm75, emulator.EmulatedSm80])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_keys_are_selected_too(cache_dtype: torch.dtype, backend: type[emulator.EmulatedCudaBackend]) -> None:
+    call, exact = quantized_selection(cache_dtype)
+    operator, given, options, _, returned = request_of(fast_attn_selected_func, **call)
+    found = returned(backend().forward(*operator.prepare(given, options)))
+    for result, right in zip(found, fast_attn_selected_func(**exact, backend="sdpa"), strict=True):
+        torch.testing.assert_close(result.float(), right, atol=2e-3, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""What many tests begin with: a small integer tensor, the mask of a window, a problem to ask backends about."""
+"""What many tests begin with: a small integer tensor, the mask of a window, problems and calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.problem import Layout, Problem
+from fastattention.quantized import dequantize, quantize
 
 DEFAULTS: dict[str, Any] = {
     "layout": Layout.DENSE, "device": torch.device("cuda", 0), "dtype": torch.float16, "batch_size": 1, "seqlen_q": 128,
@@ -31,3 +32,16 @@ def problem_of(**changes: Any) -> Problem:
     fields = DEFAULTS | changes
     derived = {"total_q": fields["batch_size"] * fields["seqlen_q"], "headdim_v": fields["headdim"]}
     return Problem(**derived | fields)
+
+
+def quantized_selection(cache_dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A call of fast_attn_selected_func with quantized latents, and one with float32 tensors of the same values."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 3, 6, 80, generator=generator).half()
+    latents = torch.randn(2, 70, 1, 80, generator=generator)
+    k, k_scale = quantize(latents, cache_dtype)
+    v, v_scale = quantize(latents[..., :64], cache_dtype)
+    indices = torch.randint(-1, 70, (2, 3, 25), generator=generator).int()
+    shared = {"indices": indices, "causal": True, "return_lse": True}
+    exact = {"q": q.float(), "k": dequantize(k, k_scale), "v": dequantize(v, v_scale)}
+    return shared | {"q": q, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, shared | exact

@@ -21,7 +21,7 @@ from fastattention import (
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.testing.oracle import LSE_FLOOR, OUT_FLOOR
-from unit.samples import int32
+from unit.samples import int32, quantized_selection
 
 BACKENDS = ["cpu", "sdpa", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -213,6 +213,17 @@ def test_each_key_head_may_select_keys_or_blocks_of_its_own(
 def test_sinks_take_part(backend: str) -> None:
     sequences, sinks = draw("prompts", "grouped", torch.float16), normal(4)
     check(sequences, run(sequences, "rows", sinks=sinks, backend=backend), False, sinks)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_keys_are_selected_too(cache_dtype: torch.dtype, backend: str) -> None:
+    call, exact = quantized_selection(cache_dtype)
+    if backend == "cuda":
+        call = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
+    found = fast_attn_selected_func(**call, backend=backend)
+    for result, right in zip(found, fast_attn_selected_func(**exact, backend="sdpa"), strict=True):
+        torch.testing.assert_close(result.cpu().float(), right, atol=2e-3, rtol=1e-3)
 
 
 def test_a_topk_above_the_number_of_keys() -> None:

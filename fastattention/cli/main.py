@@ -232,6 +232,10 @@ def serve(
             help="Memory for keys and values, e.g. 8GiB. Default: a quarter of free host memory, or the GPU's."
         ),
     ] = None,
+    cpu_kv_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory for keys and values of requests that the GPU has no room for, e.g. 64GiB."),
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0.0, max=MOST_SECONDS, help="Seconds for requests under way when the server is to end.")
     ] = 30.0,
@@ -261,6 +265,7 @@ def serve(
             device=device,
             dtype=dtype.value,
             kv_memory=kv_memory,
+            cpu_kv_memory=cpu_kv_memory,
             grace_seconds=grace,
             api_key=api_key,
             max_request_bytes=max_request_bytes,

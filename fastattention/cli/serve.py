@@ -25,6 +25,7 @@ def serve(
     device: str | None,
     dtype: str,
     kv_memory: str | None,
+    cpu_kv_memory: str | None,
     grace_seconds: float,
     api_key: str | None,
     max_request_bytes: str,
@@ -32,8 +33,9 @@ def serve(
     tool_format: str,
     trust_remote_code: bool,
 ) -> None:
-    """Serves until SIGINT or SIGTERM. kv_memory, max_request_bytes: sizes, e.g. 8GiB."""
+    """Serves until SIGINT or SIGTERM. kv_memory, cpu_kv_memory, max_request_bytes: sizes, e.g. 8GiB."""
     memory = None if kv_memory is None else read_bytes("--kv-memory", kv_memory)
+    host_memory = 0 if cpu_kv_memory is None else read_bytes("--cpu-kv-memory", cpu_kv_memory)
     request_bytes = read_bytes("--max-request-bytes", max_request_bytes)
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
@@ -55,7 +57,8 @@ def serve(
     limits = Limits(api_key or environment.api_key(), request_bytes, max_waiting)
     settings = server.Settings(
         model=model, name=name, host=host, port=port, device=device, dtype=dtype, kv_memory=memory,
-        grace_seconds=grace_seconds, trust_remote_code=trust_remote_code, tool_format=tool_format, limits=limits,
+        cpu_kv_memory=host_memory, grace_seconds=grace_seconds, trust_remote_code=trust_remote_code,
+        tool_format=tool_format, limits=limits,
     )  # fmt: skip
     server.serve(settings, announce, warn)
 

@@ -55,6 +55,7 @@ TEXTS = {
     "serve api_key": ("", NOT_UTF8),
     "serve max_request_bytes": tuple(size for size in SIZES if size != "16"),
     "serve kv_memory": tuple(size for size in SIZES if size != "16"),
+    "serve cpu_kv_memory": tuple(size for size in SIZES if size != "16"),
     "generate model": ("", "nowhere", "file", "damaged", "weightless", NOT_UTF8),
     "generate prompt": (NOT_UTF8,),
     "generate device": DEVICES,

@@ -26,6 +26,9 @@ from fastattention.attention.interface import fast_attn_varlen_func, fast_attn_w
 from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.block_sparse import refuse_pattern
+from fastattention.integrations.transformers.host_tier.attention import attend_to_host_pages
+from fastattention.integrations.transformers.host_tier.lane import blocks_in
+from fastattention.integrations.transformers.host_tier.tiers import Tiers, attach
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.page_allocators import FullPages, SlidingPages
 from fastattention.integrations.transformers.versions import NAME
@@ -46,18 +49,21 @@ _OFF = (None, False, 1, 1.0)
 _undo: list[Callable[[], None]] = []  # functions that restore Transformers
 
 
-def enable(switch: bool = False) -> None:
+def enable(switch: bool = False, cpu_memory: int = 0) -> None:
     """Lets models with attn_implementation="fast_attention" be batched. Calling it again changes `switch` only.
 
     switch: models of "sdpa" and "eager" are batched with fast_attention too, as Transformers does with flash-attn where
         that is installed, unless their configuration says auto_switch_to_flash=False
+    cpu_memory: bytes of host memory for pages. Requests for which the GPU has none are computed with pages there
+        (`host_tier`). 0: as many as ContinuousBatchingConfig.cpu_offload_space says.
     """
     disable()
     manager = continuous_api.ContinuousBatchingManager
-    _replace(manager, "__init__", _refusing)
+    _replace(manager, "__init__", _refusing(cpu_memory))
     _replace(manager, "switch_to_cb_friendly_attn", _switching(switch))
     _replace(initialization, "ensure_decode_fast_path_is_available", _allowing_decode_path)
     _replace(paged_cache.PagedAttentionCache, "update", _preparing)
+    _replace(manager, "_create_batch_processor", _with_host_tier(cpu_memory))
     table: dict[str, Any] = paged_cache.ATTN_TYPE_TO_ALLOCATOR
     _undo.append(functools.partial(table.update, dict(table)))
     for ours in (FullPages, SlidingPages):
@@ -78,14 +84,22 @@ def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Call
     _undo.append(functools.partial(setattr, owner, name, original))
 
 
-def _refusing(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, model: Any, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
-        if model.config._attn_implementation in (NAME, BATCHED_NAME):
-            _refuse_ignored(model, generation_config)
-        original(self, model, generation_config, *args, **kwargs)
+def _refusing(cpu_memory: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def wrapped(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(
+            self: Any, model: Any, generation_config: GenerationConfig, continuous_batching_config: Any, *args: Any,
+            **kwargs: Any,
+        ) -> None:  # fmt: skip
+            if model.config._attn_implementation in (NAME, BATCHED_NAME):
+                _refuse_ignored(model, generation_config)
+                if cpu_memory:
+                    blocks_in("cpu_memory", cpu_memory, model, continuous_batching_config.page_size)
+            original(self, model, generation_config, continuous_batching_config, *args, **kwargs)
 
-    return init
+        return init
+
+    return wrapped
 
 
 def _refuse_layers(model: Any) -> None:
@@ -166,6 +180,30 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+def _with_host_tier(cpu_memory: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def create(self: Any) -> Any:
+            config = self.continuous_batching_config
+            if self.model.config._attn_implementation != BATCHED_NAME:
+                return original(self)
+            memory = cpu_memory or int((config.cpu_offload_space or 0.0) * 2**30)
+            config.cpu_offload_space = 0.0  # Transformers would use as much for requests that wait
+            batch = original(self)
+            if memory and not isinstance(batch.offloading_manager, Tiers):
+                attach(
+                    batch, self.model, self.generation_config, memory, lambda one: one._generation_step(self.model),
+                    lambda _: self._wake_up_loop.set(),
+                )  # fmt: skip
+            if memory:
+                batch.offloading_manager.lane.start()
+            return batch
+
+        return create
+
+    return wrapped
+
+
 class _Allocator:
     """Replaces the class of an allocator: the actual class depends on how the model computes attention."""
 
@@ -213,6 +251,9 @@ def batched_attention_forward(
         "sinks": s_aux,
         "block_table": kwargs["block_table"],
     }
+    if kwargs["in_host_memory"] and kwargs["block_table"] is not None:
+        refuse_pattern(_WITH_PATTERN)
+        return attend_to_host_pages(q, k, v, kwargs, options)[None], None
     if kwargs["cache_seqlens"] is not None:
         q, k, v = q[:, None], k[:, None], v[:, None]
         out: Tensor = fast_attn_with_kvcache(

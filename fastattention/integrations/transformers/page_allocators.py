@@ -19,6 +19,11 @@ class FullPages(FullAttentionCacheAllocator):
     # The block table of the current forward pass, and in a step of one token each, the tokens before each new one.
     _table: Tensor
     _seqlens: Tensor
+    # Whether pages are in host memory, while queries may be on a GPU. Then these, too, are of the current forward pass.
+    in_host_memory = False
+    _rows: Tensor
+    _offsets_q: Tensor
+    _lengths_k: Tensor
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """Indices of the pages that hold the keys of the queries, in `get_cache_for_block_table`'s views."""
@@ -39,6 +44,17 @@ class FullPages(FullAttentionCacheAllocator):
         if request_id in self.block_table:
             super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
 
+    def most_pages(self, tokens: int, step: int) -> int:
+        """Pages that a request of so many tokens holds at most, with `step` tokens of one pass."""
+        return -(-tokens // self.tokens_per_page)
+
+    def take_over(self, other: FullPages, request_id: str) -> None:
+        """Takes what `other` knows of a request beside its pages, for one that moves to this cache."""
+
+    def free_pages(self, request_id: str) -> None:
+        """Frees the pages of a request that has moved to another cache."""
+        self.free_blocks(request_id, no_cache=True)
+
     def prepare(self, layer_idx: int, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         """Puts into kwargs what attention needs to read this layer's pages. Stores the tokens if attention does not.
 
@@ -48,25 +64,34 @@ class FullPages(FullAttentionCacheAllocator):
             k_cache, v_cache: (pages, page_size, nheads_k, headdim) views
             block_table: int32 (sequences, pages), or None where no query sees a token of an earlier pass
             cache_seqlens: int32 (sequences,), where attention appends the tokens, or None where they are stored
+        in_host_memory: whether the last three are in host memory; without cache_seqlens there are also
+        host_offsets_q, host_lengths_k: offsets of queries, and keys of each sequence, in host memory
         """
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][self.layer_type].to(torch.int32)
         kwargs["max_length_k"] = kwargs["max_length_k"][self.layer_type]
         k_pages, v_pages = self.get_cache_for_block_table(layer_idx)
-        kwargs |= {"k_cache": k_pages, "v_cache": v_pages, "cache_seqlens": None}
+        kwargs |= {"k_cache": k_pages, "v_cache": v_pages, "cache_seqlens": None, "in_host_memory": self.in_host_memory}
         first = layer_idx == self.layer_indices[0]  # its table serves the other layers, also where a graph is captured
         if kwargs.get("block_table") is not None:
             if first:
-                self._table, self._seqlens = self._one_token_each(kwargs["block_table"][self.index], kwargs)
+                found = self._one_token_each(kwargs["block_table"][self.index], kwargs)
+                self._table, self._seqlens = (x.to(k_pages.device) for x in found)
             kwargs |= {"block_table": self._table, "cache_seqlens": self._seqlens}
             return
-        rows = kwargs["write_index"][self.index]
+        if first:
+            self._rows = kwargs["write_index"][self.index].to(k_pages.device)
         for pages, states in ((k_pages, key), (v_pages, value)):
-            pages.flatten(0, 1).index_copy_(0, rows, states[0].transpose(0, 1))
+            pages.flatten(0, 1).index_copy_(0, self._rows, states[0].transpose(0, 1).to(k_pages.device))
         numbers = kwargs["read_index"][self.index]
         if numbers.numel() > 0:
             if first:
-                self._table = self._table_of(numbers, kwargs)
+                self._table = self._table_of(numbers, kwargs).to(k_pages.device)
             kwargs["block_table"] = self._table
+        if self.in_host_memory:
+            if first:
+                self._offsets_q = kwargs["cu_seq_lens_q"].to(k_pages.device)
+                self._lengths_k = kwargs["cu_seq_lens_k"].diff().to(k_pages.device)
+            kwargs |= {"host_offsets_q": self._offsets_q, "host_lengths_k": self._lengths_k}
 
     def _one_token_each(self, table: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The block table, and the tokens before each new one. Padding sequences write to a page that is never read."""
@@ -133,6 +158,16 @@ class SlidingPages(FullPages):
             del self._begins[request_id]
         super().free_blocks(request_id, no_cache)
 
+    def most_pages(self, tokens: int, step: int) -> int:
+        """Those of the window and of a pass. Both may begin and end within a page."""
+        return super().most_pages(min(tokens, self.sliding_window + step + 2 * self.tokens_per_page), step)
+
+    def take_over(self, other: FullPages, request_id: str) -> None:
+        """Takes the number of the first page."""
+        assert isinstance(other, SlidingPages)
+        if request_id in other._begins:
+            self._begins[request_id] = other._begins.pop(request_id)
+
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
@@ -160,3 +195,9 @@ class SlidingPages(FullPages):
 
     def _pages(self, request_id: str, past_length: int) -> list[int]:
         return self.block_table[request_id][self._first(past_length) - self._begins[request_id] :]
+
+
+def allocators_of(cache: Any) -> dict[str, FullPages]:
+    """The allocators of a paged cache of ours, by the type of their layers."""
+    found: dict[str, FullPages] = cache.cache_allocators
+    return found

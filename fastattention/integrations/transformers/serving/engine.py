@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import itertools
 import logging
 import math
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -29,6 +30,8 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers import NAME, batching
+from fastattention.integrations.transformers.host_tier.lane import HostLane, blocks_in
+from fastattention.integrations.transformers.host_tier.tiers import attach
 from fastattention.integrations.transformers.serving.echoes import Echo, PromptLogprobs
 from fastattention.integrations.transformers.serving.errors import RequestError
 from fastattention.integrations.transformers.serving.sampling import Sampling, TokenChooser, TokenLogprob, choose
@@ -113,9 +116,10 @@ class Generation:
 class Engine:
     """The batch of one model."""
 
-    def __init__(self, model: Any, tokenizer: Any, kv_memory: int | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, kv_memory: int | None = None, cpu_kv_memory: int = 0) -> None:
         """kv_memory: bytes; None is a quarter of the free memory on a CPU, and Transformers' own choice on a GPU.
 
+        cpu_kv_memory: bytes of host memory for requests that the GPU has no room for
         Raises ArgumentError for a model that cannot be batched.
         """
         batching.enable()
@@ -134,23 +138,36 @@ class Engine:
         self._logits = _LogitsKeeper(model, MOST_REQUESTS)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         try:
-            self._start_batch(config, tokenizer)
+            self._start_batch(config, tokenizer, cpu_kv_memory)
         except Exception as error:  # Transformers finds out only in a step what it cannot batch
             raise ArgumentError(f"a {type(model).__name__} cannot be batched by Transformers: {error}") from error
 
-    def _start_batch(self, config: ContinuousBatchingConfig, tokenizer: Any) -> None:
+    def _start_batch(self, config: ContinuousBatchingConfig, tokenizer: Any, cpu_kv_memory: int) -> None:
         plain = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
         manager = self._model.init_continuous_batching(plain, config)
         manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([self._logits]))
         with torch.no_grad():
             self._batch = manager._create_batch_processor()
+            self._batch._handle_request_error = self._fail
+            self._lane = self._host_lane(plain, cpu_kv_memory) if cpu_kv_memory else None
             self._budget = StepBudget(self._batch.max_batch_tokens)
             self._batch.warmup(self._model)
             self._try(Detokenizer(tokenizer, []))
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self.capacity: int = self._batch.cache.max_tokens_read
-        longest = _longest_request(self._batch.cache)
+        caches = [self._batch.cache, *([] if self._lane is None else [self._lane.batch.cache])]
+        longest = max(_longest_request(cache) for cache in caches)
         self.longest: int = longest if positions is None else min(longest, positions)  # of prompt and answer
+
+    def _host_lane(self, plain: GenerationConfig, cpu_kv_memory: int) -> HostLane:
+        logits = _LogitsKeeper(self._model, MOST_REQUESTS)
+        tiers = attach(
+            self._batch, self._model, plain, cpu_kv_memory, functools.partial(self._compute, logits=logits),
+            lambda chosen: self._command(self._accept, chosen or []),
+            ContinuousBatchingLogitsProcessorList(LogitsProcessorList([logits])),
+        )  # fmt: skip
+        tiers.lane.batch._handle_request_error = self._fail
+        return tiers.lane
 
     def _try(self, detokenizer: Detokenizer) -> None:
         """Generates a token after a prompt of two."""
@@ -165,8 +182,10 @@ class Engine:
     # Called in any thread
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread, and that of requests in host memory."""
         self._thread.start()
+        if self._lane is not None:
+            self._lane.start()
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Generates answers to one prompt, which share its pages."""
@@ -186,6 +205,8 @@ class Engine:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        if self._lane is not None:
+            self._lane.end()
 
     @property
     def alive(self) -> bool:
@@ -200,7 +221,8 @@ class Engine:
     @property
     def running(self) -> int:
         """Answers that have begun and hold pages."""
-        return len(self._batch.scheduler.active_requests)
+        in_host_memory = 0 if self._lane is None else len(self._lane.batch.scheduler.active_requests)
+        return len(self._batch.scheduler.active_requests) + in_host_memory
 
     def _command(self, function: Callable[..., None], argument: Any) -> None:
         self._commands.put((function, argument))
@@ -237,29 +259,53 @@ class Engine:
         self.cache_usage = 1.0 - float(batch.cache.compute_free_capacity())
         if not busy:
             return echoed
-        inputs, runner = batch.inputs_and_outputs, batch.model_runner
-        for one in inputs.requests_in_batch:
-            generation = self._generations[one.state.request_id]
-            if generation.cached_tokens is None:
-                generation.cached_tokens = one.state.position_offset - one.query_length
-        runner.compute_batch(self._model, inputs.get_model_kwargs(use_padding=runner.pad_inputs))
-        ready = [self._generations[one.state.request_id] for one in inputs.requests_in_batch if one.has_new_token]
-        with stream_context(inputs.compute_stream):
-            tokens, logprobs = choose(self._logits.kept[: len(ready)], [one.chooser for one in ready])
-            inputs.output_ids[0, : len(ready)] = torch.tensor(tokens, dtype=torch.int32, device="cpu")
-        inputs.retrieve_device_outputs()
-        lengths = [one.query_length for one in inputs.requests_in_batch]
+        chosen = self._compute(batch, self._logits)
+        lengths = [one.query_length for one in batch.inputs_and_outputs.requests_in_batch]
         batch.update_batch()
         self._budget.took(answers, sum(lengths) - min(answers, len(lengths)), time.perf_counter() - started)
-        pieces = [one.accept(token, logprob) for one, token, logprob in zip(ready, tokens, logprobs, strict=True)]
-        for generation, piece in zip(ready, pieces, strict=True):
+        self._accept(chosen)
+        return True
+
+    def _compute(self, batch: Any, logits: _LogitsKeeper) -> list[_Chosen]:
+        """The next tokens of a prepared batch, which are written to it. Also called in the thread of the host lane."""
+        inputs, runner = batch.inputs_and_outputs, batch.model_runner
+        found = [self._generations.get(one.state.request_id) for one in inputs.requests_in_batch]
+        for one, generation in zip(inputs.requests_in_batch, found, strict=True):
+            if generation is not None and generation.cached_tokens is None:
+                generation.cached_tokens = one.state.position_offset - one.query_length
+        runner.compute_batch(self._model, inputs.get_model_kwargs(use_padding=runner.pad_inputs))
+        pairs = zip(inputs.requests_in_batch, found, strict=True)
+        ready = [generation for one, generation in pairs if one.has_new_token]
+        # A request in host memory may have been canceled meanwhile.
+        choosers = [TokenChooser(Sampling(), []) if one is None else one.chooser for one in ready]
+        with stream_context(inputs.compute_stream):
+            tokens, logprobs = choose(logits.kept[: len(ready)], choosers)
+            inputs.output_ids[0, : len(ready)] = torch.tensor(tokens, dtype=torch.int32, device="cpu")
+        inputs.retrieve_device_outputs()
+        rows = zip(ready, tokens, logprobs, strict=True)
+        return [_Chosen(one, token, logprob) for one, token, logprob in rows if one is not None]
+
+    def _accept(self, chosen: Sequence[_Chosen]) -> None:
+        """Delivers new tokens, and ends the answers that are complete."""
+        chosen = [one for one in chosen if one.generation.id in self._generations]
+        pieces = [one.generation.accept(one.token, one.logprob) for one in chosen]
+        for (generation, *_), piece in zip(chosen, pieces, strict=True):
             self._schedule_followers(generation)
             if piece.finish_reason is not None or piece.error is not None:
                 self._cancel(generation)
-        batch.scheduler.clear_cancelled_requests()
-        for generation, piece in zip(ready, pieces, strict=True):
+        self._batch.scheduler.clear_cancelled_requests()
+        for (generation, *_), piece in zip(chosen, pieces, strict=True):
             generation.deliver(piece)
-        return True
+
+    def _fail(self, error: Exception, state: RequestState) -> None:
+        """Ends a request that a batch gives up. Called in the thread of either batch."""
+        failed = RequestError(500, f"this request failed: {type(error).__name__}: {error}")
+
+        def end(request_id: str) -> None:
+            if (generation := self._generations.get(request_id)) is not None:
+                self._end(generation, Piece(error=failed))
+
+        self._command(end, state.request_id)
 
     def _add(self, generations: Sequence[Generation]) -> None:
         for one in generations:
@@ -344,6 +390,14 @@ class Engine:
         self._batch.reset()
 
 
+class _Chosen(NamedTuple):
+    """The next token of an answer."""
+
+    generation: Generation
+    token: int
+    logprob: TokenLogprob | None
+
+
 class _LogitsKeeper(LogitsProcessor):
     """Copies the logits of a step to where CUDA graphs, which record the copy, find them again."""
 
@@ -365,13 +419,7 @@ def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | N
         if model.device.type != "cpu":
             return
         kv_memory = psutil.virtual_memory().available // 4
-    text = model.config.get_text_config()
-    headdim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    nheads_k = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    block = 2 * nheads_k * headdim * text.num_hidden_layers * model.dtype.itemsize * config.page_size
-    if kv_memory < 2 * block:
-        raise ArgumentError(f"kv_memory={kv_memory} bytes hold less than two blocks of {block} bytes")
-    config.num_blocks = kv_memory // block
+    config.num_blocks = blocks_in("kv_memory", kv_memory, model, config.page_size)
     step = CPU_STEP if model.device.type == "cpu" else 2048
     config.max_batch_tokens = min(step, config.num_blocks * config.page_size)
     config.max_memory_percent = 1.0

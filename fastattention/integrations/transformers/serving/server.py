@@ -40,6 +40,7 @@ class Settings:
     device: str | None = None  # None: a GPU where there is one
     dtype: str = "auto"
     kv_memory: int | None = None  # bytes for keys and values
+    cpu_kv_memory: int = 0  # bytes of host memory for those of requests that the GPU has no room for
     grace_seconds: float = 30.0  # for requests under way when the server is to end
     trust_remote_code: bool = False
     tool_format: str = "auto"  # how the model writes tool calls, as in `find_format`
@@ -99,7 +100,7 @@ def load(settings: Settings, warn: Callable[[str], None]) -> Service:
     ]
     if lost:
         warn(f"the server leaves out what the model's generation config asks for: {', '.join(lost)}")
-    engine = Engine(model, tokenizer, settings.kv_memory)
+    engine = Engine(model, tokenizer, settings.kv_memory, settings.cpu_kv_memory)
     return Service(
         settings.name or settings.model, engine, tokenizer, settings.limits, model.generation_config,
         settings.tool_format,

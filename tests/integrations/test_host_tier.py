@@ -8,16 +8,18 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiers import deep, slow
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from fastattention import ArgumentError
 from fastattention.integrations.transformers import batching
-from fastattention.integrations.transformers.host_tier.lane import HostLane
+from fastattention.integrations.transformers.host_tier.lane import HostLane, count_blocks_that_moved
 from fastattention.integrations.transformers.host_tier.tiers import Tiers
 from integrations.models import DECODERS, pair
 from integrations.test_batching import NEW_TOKENS, OPTIONS, batched_tokens, eager_tokens, eager_tokens_of, requests
@@ -202,8 +204,14 @@ def test_nothing_is_lost_when_a_third_is_cancelled(name: str, count: int) -> Non
     draw = random.Random(count)
 
     def act(manager: Any) -> None:
-        sent = {manager.add_request(prompts[index % 40]): index % 40 for index in range(count)}
-        cancelled = set(draw.sample(sorted(sent), count // 3))
+        chosen = set(draw.sample(range(count), count // 3))
+        endless = set(draw.sample(sorted(chosen), count // 6))  # until they are cancelled
+        names = [
+            manager.add_request(prompts[index % 40], max_new_tokens=50_000 if index in endless else NEW_TOKENS)
+            for index in range(count)
+        ]
+        sent = {name: index % 40 for index, name in enumerate(names)}
+        cancelled = {names[index] for index in chosen}
         for request in sorted(cancelled):
             time.sleep(draw.random() * 0.01)
             manager.cancel_request(request)
@@ -273,3 +281,35 @@ def test_memory_for_less_than_two_blocks_is_refused() -> None:
     batching.enable(cpu_memory=1000)
     with pytest.raises(ArgumentError, match="cpu_memory=1000 bytes hold less than two blocks"):
         batched_tokens(pair("llama").fast, requests(3))
+
+
+def test_memory_that_the_system_does_not_have_is_named() -> None:
+    batching.enable(cpu_memory=1 << 50)
+    fast = pair("llama").fast
+    with pytest.raises(ArgumentError, match=r"cpu_memory=1125899906842624 bytes could not be had"):
+        batched_tokens(fast, requests(3))
+    assert fast.config._attn_implementation == "fast_attention"
+
+
+def test_a_cancelled_request_does_not_come_back() -> None:
+    """Its pages are freed in the next step in host memory."""
+    active = {name: RequestState(name, [1, 2, 3]) for name in "ab"}
+    scheduler = SimpleNamespace(active_requests=dict(active), _requests_to_cancel={"a"})
+    lane = HostLane(SimpleNamespace(scheduler=scheduler), lambda _: None, lambda _: None)
+    lane.wanted = {"a", "b", "gone"}
+    assert lane._give_back()
+    assert list(lane.returned) == [active["b"]]
+    assert scheduler.active_requests == {"a": active["a"]}
+    assert not lane.wanted
+
+
+def test_only_full_blocks_that_nobody_shares_yet_are_counted() -> None:
+    """With more, a block of the prompt would be shared before it is full."""
+    state = RequestState("a", list(range(100)), position_offset=40)
+    allocator = SimpleNamespace(
+        tokens_per_page=16, block_table={"a": [5, 6, 7]}, ledger=SimpleNamespace(block_to_hash={5: 1})
+    )
+    cache = SimpleNamespace(use_prefix_sharing=True, cache_allocators={"full": allocator})
+    one = FutureRequestState(state, True, {"full": 1}, 20)
+    count_blocks_that_moved(cache, one)
+    assert one.complete_blocks == {"full": 2}

@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
 from fastattention.attention.interface import fast_attn_varlen_func, fast_attn_with_kvcache
-from fastattention.errors import UnsupportedError
+from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.block_sparse import refuse_pattern
 from fastattention.integrations.transformers.host_tier.attention import attend_to_host_pages
@@ -190,13 +190,18 @@ def _with_host_tier(cpu_memory: int) -> Callable[[Callable[..., Any]], Callable[
             memory = cpu_memory or int((config.cpu_offload_space or 0.0) * 2**30)
             config.cpu_offload_space = 0.0  # Transformers would use as much for requests that wait
             batch = original(self)
-            if memory and not isinstance(batch.offloading_manager, Tiers):
-                attach(
-                    batch, self.model, self.generation_config, memory, lambda one: one._generation_step(self.model),
-                    lambda _: self._wake_up_loop.set(),
-                )  # fmt: skip
-            if memory:
-                batch.offloading_manager.lane.start()
+            if not memory:
+                return batch
+            try:
+                if not isinstance(batch.offloading_manager, Tiers):
+                    attach(
+                        batch, self.model, self.generation_config, memory,
+                        lambda one: one._generation_step(self.model), lambda _: self._wake_up_loop.set(),
+                    )  # fmt: skip
+            except ArgumentError:
+                self.model.config._attn_implementation = self._original_attn_impl  # as stop() would
+                raise
+            batch.offloading_manager.lane.start()
             return batch
 
         return create

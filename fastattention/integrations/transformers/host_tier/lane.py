@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import logging
 import threading
@@ -73,27 +74,51 @@ def host_batch(batch: Any, model: Any, generation_config: Any, cpu_memory: int, 
     return made
 
 
+class PagesAwayError(Exception):
+    """No request can be computed until one that is on its way back has freed its pages, or returned."""
+
+
 class _Arrivals(OffloadingManager):
     """Requests that come from the GPU with pages here are `is_cpu_offloaded` until their first step."""
 
     batch: Any
 
     def offload_requests(self) -> bool:
-        """Begins requests anew where others can go on then. If there is nothing to do, one request fails."""
+        """Begins requests anew where others can go on then. A request for which all memory is too little fails.
+
+        Raises PagesAwayError where pages are held by requests that are on their way back.
+        """
         if super().offload_requests():
             return True
         scheduler = self.scheduler
-        state = (
-            scheduler.starved_requests.pop()[0] if scheduler.starved_requests else _first(scheduler.waiting_requests)
-        )
+        active, waiting = scheduler.active_requests, scheduler.waiting_requests
+        with_pages = [one for one in waiting.values() if one.is_cpu_offloaded]
+        if with_pages and len(with_pages) + len(active) > 1:
+            self._restart(with_pages[-1])
+        elif any(name not in active and name not in waiting for name in _holders(self.cache)):
+            raise PagesAwayError
+        else:
+            starved = scheduler.starved_requests
+            self._fail(starved[0][0] if starved else next(iter(waiting.values())))
+        return True
+
+    def _restart(self, state: RequestState) -> None:
+        self.cache.free_blocks(state.request_id, no_cache=True)
+        self._leave(state)
+        self.scheduler.add_waiting_request(state.create_equivalent_initial_request())
+
+    def _fail(self, state: RequestState) -> None:
+        tokens = len(state.initial_tokens) + len(state.generated_tokens)
         error = MemoryError(
-            f"a request of {len(state.initial_tokens) + len(state.generated_tokens)} tokens does not fit cpu_memory, "
-            f"which holds {self.cache.max_tokens_read} in all"
+            f"a request of {tokens} tokens does not fit cpu_memory, which holds {self.cache.max_tokens_read} in all"
         )
         self.batch._handle_request_error(error, state)
-        scheduler.waiting_requests.pop(state.request_id, None)
-        scheduler.finish_request(state.request_id)
-        return True
+        self._leave(state)
+        self.scheduler.finish_request(state.request_id)
+
+    def _leave(self, state: RequestState) -> None:
+        if self.scheduler.waiting_requests.pop(state.request_id, None) is not None:
+            self.scheduler.waiting_requests_order.remove(state.request_id)
 
     def restore_scheduled_requests(self, requests_in_batch: list[FutureRequestState]) -> None:
         for one in requests_in_batch:
@@ -113,16 +138,21 @@ class _Arrivals(OffloadingManager):
             self.free_request_cpu_cache(state)
 
 
-def _first(requests: dict[str, RequestState]) -> RequestState:
-    return next(iter(requests.values()))
-
-
 def count_blocks_that_moved(cache: Any, one: FutureRequestState) -> None:
-    """Lets a request share blocks that came from another cache, as if it had filled them in its next step."""
+    """Lets a request share blocks that came from another cache, as if it had filled them in its next step.
+
+    More than there are would let it share a block of its prompt that is not full yet.
+    """
     if cache.use_prefix_sharing:
-        for name, allocator in cache.cache_allocators.items():
-            moved = one.state.position_offset // allocator.tokens_per_page
+        for name, allocator in allocators_of(cache).items():
+            full = allocator.block_table[one.state.request_id][: one.state.position_offset // allocator.tokens_per_page]
+            moved = sum(block not in allocator.ledger.block_to_hash for block in full)
             one.complete_blocks[name] = one.complete_blocks.get(name, 0) + moved
+
+
+def _holders(cache: Any) -> set[str]:
+    """The requests that hold pages."""
+    return {name for allocator in allocators_of(cache).values() for name in allocator.block_table}
 
 
 class HostLane:
@@ -205,7 +235,9 @@ class HostLane:
                 given = self._give_back()
                 if not self.batch.scheduler.active_requests:  # none is left whose end would lift it
                     self.batch.scheduler.block_new_requests = False
-                busy = self.batch.prepare_next_batch()
+                busy = False
+                with contextlib.suppress(PagesAwayError):
+                    busy = self.batch.prepare_next_batch()
             found = self._compute(self.batch) if busy else None
             with self.lock:
                 if busy:
@@ -217,8 +249,9 @@ class HostLane:
     def _give_back(self) -> bool:
         """Hands over the requests that are wanted, with the tokens to be computed next. They keep their pages here."""
         scheduler = self.batch.scheduler
-        found = [one for name in self.wanted if (one := scheduler.active_requests.pop(name, None)) is not None]
-        self.wanted.clear()
+        # Pages of a request that is cancelled are freed in the next step, here.
+        wanted, self.wanted = self.wanted - scheduler._requests_to_cancel, set()
+        found = [one for name in wanted if (one := scheduler.active_requests.pop(name, None)) is not None]
         for state in found:
             if state.status == RequestStatus.DECODING:
                 state.remaining_prefill_tokens = state.tokens_to_process[:]

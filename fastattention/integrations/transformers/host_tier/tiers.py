@@ -127,7 +127,9 @@ class Tiers(OffloadingManager):
                 self._send(state)
 
     def _send(self, state: RequestState) -> None:
-        """Moves a waiting request. If it came back before, its pages are still in host memory."""
+        """Moves a waiting request, unless it is cancelled. If it came back, its pages are still in host memory."""
+        if state.request_id in self.scheduler._requests_to_cancel:
+            return
         self.scheduler.waiting_requests.pop(state.request_id)
         self.scheduler.waiting_requests_order.remove(state.request_id)
         if state.is_cpu_offloaded:

@@ -106,21 +106,25 @@ def test_tokens_are_those_of_eager_attention(name: str, moves: collections.Count
     assert moves["restarted"] == 0
 
 
-def test_a_request_that_outgrows_the_gpu_moves_with_its_pages(moves: collections.Counter[str]) -> None:
+@pytest.mark.parametrize("in_flight", [False, True], ids=["one-batch", "one-in-flight"])
+def test_a_request_that_outgrows_the_gpu_moves_with_its_pages(
+    in_flight: bool, moves: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody knows how long it gets, so it begins on the GPU."""
     eager, fast = pair("llama")
     prompts = requests(4, longest=60)
 
     def act(manager: Any) -> None:
+        wait_until(lambda: manager.batch_processor is not None)
+        manager.batch_processor.offloading_manager._in_flight = in_flight
         request = manager.add_request(prompts[0], max_new_tokens=200)
         assert manager.get_result(request, timeout=60).generated_tokens == long
         for prompt, expected in zip(prompts[1:], eager_tokens(eager, prompts[1:]), strict=True):
             assert manager.get_result(manager.add_request(prompt), timeout=60).generated_tokens == expected
 
     long = eager_continuation(eager, prompts[0], 200)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastattention.integrations.transformers.host_tier.tiers._most_new", lambda state: 0)
-        by_hand(fast, act, num_blocks=8)
+    monkeypatch.setattr("fastattention.integrations.transformers.host_tier.tiers._most_new", lambda state: 0)
+    by_hand(fast, act, num_blocks=8)
     assert moves["with pages"] == 1
 
 

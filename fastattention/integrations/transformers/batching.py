@@ -188,17 +188,21 @@ def _with_host_tier(cpu_memory: int) -> Callable[[Callable[..., Any]], Callable[
             if self.model.config._attn_implementation != BATCHED_NAME:
                 return original(self)
             memory = cpu_memory or int((config.cpu_offload_space or 0.0) * 2**30)
+            if not memory:
+                return original(self)
             config.cpu_offload_space = 0.0  # Transformers would use as much for requests that wait
             batch = original(self)
-            if not memory:
-                return batch
             try:
+                if self.distributed_helper.tp_size > 1:
+                    raise UnsupportedError(
+                        "pages in host memory are not served with tensor parallelism; leave them out"
+                    )
                 if not isinstance(batch.offloading_manager, Tiers):
                     attach(
                         batch, self.model, self.generation_config, memory,
                         lambda one: one._generation_step(self.model), lambda _: self._wake_up_loop.set(),
                     )  # fmt: skip
-            except ArgumentError:
+            except (ArgumentError, UnsupportedError):
                 self.model.config._attn_implementation = self._original_attn_impl  # as stop() would
                 raise
             batch.offloading_manager.lane.start()

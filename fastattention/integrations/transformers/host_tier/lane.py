@@ -162,7 +162,7 @@ class HostLane:
         """Both are called in the lane's thread.
 
         compute: runs the forward pass of a prepared batch, up to its new tokens
-        on_change: called after a step with what `compute` returned, and with None where no step changed something
+        on_change: called with what `compute` returned, or with None where requests were given back or failed
         """
         self.batch, self.lock = batch, threading.RLock()
         self.returned: collections.deque[RequestState] = collections.deque()

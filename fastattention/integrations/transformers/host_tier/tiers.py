@@ -18,9 +18,8 @@ from transformers.generation.continuous_batching.utils import stream_context
 from fastattention.integrations.transformers.host_tier.lane import HostLane, count_blocks_that_moved, host_batch
 from fastattention.integrations.transformers.page_allocators import allocators_of
 
-_GROWTH = (
-    1024  # tokens that a request needs room for beside those that it has, to come back; at most what it may still get
-)
+# Tokens that a request needs room for to come back, beside those that it has: at most as many as it may still get.
+_GROWTH = 1024
 
 
 def attach(
@@ -47,6 +46,7 @@ class Tiers(OffloadingManager):
         """Hooks into the batch of the GPU, whose loop calls everything here."""
         self.cache, self.scheduler, self._batch, self.lane = batch.cache, batch.scheduler, batch, lane
         self._caches = (batch.cache, "on the GPU"), (lane.batch.cache, "in host memory")
+        self._in_flight = batch.use_async_batching  # a batch is prepared before the tokens of the last one are known
         self._stream = batch.inputs_and_outputs.compute_stream
         batch.offloading_manager = self
         batch.prepare_next_batch = self._around(batch.prepare_next_batch)
@@ -114,9 +114,8 @@ class Tiers(OffloadingManager):
     def _fits(self, tokens: int) -> bool:
         """Whether the GPU's cache holds a request of so many tokens when it is alone."""
         allocators, pages = allocators_of(self.cache), self._most_pages(tokens)
-        return (
-            sum(-(-pages[name] // one.blocks_per_sector) for name, one in allocators.items()) <= self.cache.num_sectors
-        )
+        sectors = sum(-(-pages[name] // one.blocks_per_sector) for name, one in allocators.items())
+        return sectors <= self.cache.num_sectors
 
     def _send_waiting(self) -> None:
         """Sends requests on whose pages the batch would wait. Those that wait for their turn in a step stay."""
@@ -203,7 +202,11 @@ class Tiers(OffloadingManager):
             self._take_back_step(state)
         state._status = RequestStatus.PENDING  # the setter would begin another lifespan
         state.allocated_blocks, state.is_cpu_offloaded = 0, True
-        lane.add(state)
+        if self._in_flight:  # the batch under way still looks at its state, so it passes through the next preparation
+            with lane.lock:
+                lane.returned.append(state)
+        else:
+            lane.add(state)
         return True
 
     def _take_back_step(self, state: RequestState) -> None:
@@ -280,9 +283,8 @@ def _reserve(to: Any, source: Any, request_id: str) -> bool:
         if to.count_storable_requests([counts]) == 0:
             return False
     for name, allocator in allocators_of(to).items():
-        for _ in range(
-            -(-max(counts[name] - to.pool.count_free_blocks(allocator.index), 0) // allocator.blocks_per_sector)
-        ):
+        missing = max(counts[name] - to.pool.count_free_blocks(allocator.index), 0)
+        for _ in range(-(-missing // allocator.blocks_per_sector)):
             to.pool.allocate_sector(allocator.index)
         allocator.block_table[request_id] = to.pool.get_free_blocks(allocator.index, counts[name])
     return True

@@ -484,7 +484,7 @@ def test_a_batch_of_prompts_is_refused_and_a_batched_decode_step_is_not() -> Non
     table = torch.tensor([[0], [1]], dtype=torch.int32)
     offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 1, "max_length_k": 1}
-    given = {**pages, "block_table": table, **lengths}
+    given = {**pages, "block_table": table, "in_host_memory": False, **lengths}
     decode = {**given, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
     with sparse_blocks(Pattern()):
         forward(Layer().eval(), q, k, v, None, **decode)

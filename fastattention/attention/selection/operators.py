@@ -71,7 +71,7 @@ class Selection(
         return {"slots": ((sets, topk * options.key_block), torch.int32), "counts": ((sets,), torch.int32)}
 
     def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
-        """None: integers are no operations that torch counts."""
+        """0: torch counts no operations of integers."""
         return 0
 
 

@@ -50,7 +50,7 @@ _undo: list[Callable[[], None]] = []  # functions that restore Transformers
 
 
 def enable(switch: bool = False, cpu_memory: int = 0) -> None:
-    """Lets models with attn_implementation="fast_attention" be batched. Calling it again changes `switch` only.
+    """Lets models with attn_implementation="fast_attention" be batched. Calling it again changes its arguments.
 
     switch: models of "sdpa" and "eager" are batched with fast_attention too, as Transformers does with flash-attn where
         that is installed, unless their configuration says auto_switch_to_flash=False

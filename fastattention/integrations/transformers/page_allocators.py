@@ -51,10 +51,6 @@ class FullPages(FullAttentionCacheAllocator):
     def take_over(self, other: FullPages, request_id: str) -> None:
         """Takes what `other` knows of a request beside its pages, for one that moves to this cache."""
 
-    def free_pages(self, request_id: str) -> None:
-        """Frees the pages of a request that has moved to another cache."""
-        self.free_blocks(request_id, no_cache=True)
-
     def prepare(self, layer_idx: int, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         """Puts into kwargs what attention needs to read this layer's pages. Stores the tokens if attention does not.
 
@@ -64,8 +60,9 @@ class FullPages(FullAttentionCacheAllocator):
             k_cache, v_cache: (pages, page_size, nheads_k, headdim) views
             block_table: int32 (sequences, pages), or None where no query sees a token of an earlier pass
             cache_seqlens: int32 (sequences,), where attention appends the tokens, or None where they are stored
-        in_host_memory: whether the last three are in host memory; without cache_seqlens there are also
-        host_offsets_q, host_lengths_k: offsets of queries, and keys of each sequence, in host memory
+            in_host_memory: whether all of these are in host memory
+            host_offsets_q, host_lengths_k: offsets of queries, and keys of each sequence; only in host memory, and
+                where tokens are stored
         """
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][self.layer_type].to(torch.int32)
         kwargs["max_length_k"] = kwargs["max_length_k"][self.layer_type]
@@ -159,7 +156,7 @@ class SlidingPages(FullPages):
         super().free_blocks(request_id, no_cache)
 
     def most_pages(self, tokens: int, step: int) -> int:
-        """Those of the window and of a pass. Both may begin and end within a page."""
+        """A request holds the pages of its window and of a pass. Both may begin and end within a page."""
         return super().most_pages(min(tokens, self.sliding_window + step + 2 * self.tokens_per_page), step)
 
     def take_over(self, other: FullPages, request_id: str) -> None:

@@ -138,6 +138,21 @@ class _Arrivals(OffloadingManager):
             self.free_request_cpu_cache(state)
 
 
+def let_wait(state: RequestState) -> None:
+    """Lets a request with pages in host memory wait for a batch, in the form in which Transformers restores it.
+
+    Its newest token is computed next. One that a batch under way computes is dropped, as it is not known yet.
+    """
+    if state.status == RequestStatus.DECODING:
+        if state.position_offset == len(state.initial_tokens) + len(state.generated_tokens):
+            state.position_offset -= 1
+            state.remaining_prefill_tokens = [(state.generated_tokens or state.initial_tokens)[-1]]
+        else:
+            state.remaining_prefill_tokens = state.tokens_to_process[:]
+    state._status = RequestStatus.PENDING  # the setter would begin another lifespan
+    state.allocated_blocks, state.is_cpu_offloaded = 0, True
+
+
 def count_blocks_that_moved(cache: Any, one: FutureRequestState) -> None:
     """Lets a request share blocks that came from another cache, as if it had filled them in its next step.
 
@@ -253,9 +268,6 @@ class HostLane:
         wanted, self.wanted = self.wanted - scheduler._requests_to_cancel, set()
         found = [one for name in wanted if (one := scheduler.active_requests.pop(name, None)) is not None]
         for state in found:
-            if state.status == RequestStatus.DECODING:
-                state.remaining_prefill_tokens = state.tokens_to_process[:]
-            state._status = RequestStatus.PENDING  # the setter would begin another lifespan
-            state.allocated_blocks, state.is_cpu_offloaded = 0, True
+            let_wait(state)
             self.returned.append(state)
         return bool(found)

@@ -15,7 +15,12 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import stream_context
 
-from fastattention.integrations.transformers.host_tier.lane import HostLane, count_blocks_that_moved, host_batch
+from fastattention.integrations.transformers.host_tier.lane import (
+    HostLane,
+    count_blocks_that_moved,
+    host_batch,
+    let_wait,
+)
 from fastattention.integrations.transformers.page_allocators import allocators_of
 
 # Tokens that a request needs room for to come back, beside those that it has: at most as many as it may still get.
@@ -45,7 +50,6 @@ class Tiers(OffloadingManager):
     def __init__(self, batch: Any, lane: HostLane) -> None:
         """Hooks into the batch of the GPU, whose loop calls everything here."""
         self.cache, self.scheduler, self._batch, self.lane = batch.cache, batch.scheduler, batch, lane
-        self._caches = (batch.cache, "on the GPU"), (lane.batch.cache, "in host memory")
         self._in_flight = batch.use_async_batching  # a batch is prepared before the tokens of the last one are known
         self._stream = batch.inputs_and_outputs.compute_stream
         batch.offloading_manager = self
@@ -198,24 +202,13 @@ class Tiers(OffloadingManager):
             self._hand_over(state)
         self.cache.free_blocks(name, no_cache=True)
         self.scheduler.finish_request(name)
-        if state._status == RequestStatus.DECODING:
-            self._take_back_step(state)
-        state._status = RequestStatus.PENDING  # the setter would begin another lifespan
-        state.allocated_blocks, state.is_cpu_offloaded = 0, True
+        let_wait(state)
         if self._in_flight:  # the batch under way still looks at its state, so it passes through the next preparation
             with lane.lock:
                 lane.returned.append(state)
         else:
             lane.add(state)
         return True
-
-    def _take_back_step(self, state: RequestState) -> None:
-        """Has the newest token computed next. The one of a batch under way is dropped, as it is not known yet."""
-        if state.position_offset == len(state.initial_tokens) + len(state.generated_tokens):
-            state.position_offset -= 1
-            state.remaining_prefill_tokens = [(state.generated_tokens or state.initial_tokens)[-1]]
-        else:
-            state.remaining_prefill_tokens = state.tokens_to_process[:]
 
     def _restart(self, state: RequestState) -> None:
         """Begins a request anew, because no memory is left for its pages."""
@@ -227,8 +220,10 @@ class Tiers(OffloadingManager):
 
     def _fail(self, state: RequestState) -> None:
         """Ends a request for which there is no memory, though no other one holds any on the GPU."""
-        sizes = ", ".join(f"{one.max_tokens_read} {where}" for one, where in self._caches)
-        error = MemoryError(f"a request of {state.current_len()} tokens fits neither cache: {sizes}")
+        error = MemoryError(
+            f"a request of {state.current_len()} tokens fits neither cache: {self.cache.max_tokens_read} on the GPU, "
+            f"{self.lane.batch.cache.max_tokens_read} in host memory"
+        )
         self._batch._handle_request_error(error, state)
         self.scheduler.finish_request(state.request_id)
 
@@ -242,8 +237,7 @@ class Tiers(OffloadingManager):
             with self.lane.lock:
                 with stream_context(self._stream):
                     _copy_blocks(host, self.cache, name)
-                for allocator in allocators_of(host).values():
-                    allocator.free_pages(name)
+                host.free_blocks(name, no_cache=True)
             one.state.is_cpu_offloaded = False
             count_blocks_that_moved(self.cache, one)
 
